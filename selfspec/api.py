@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import currentframe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -319,10 +320,7 @@ class SelfSpeculative:
             inputs = options.pop("inputs", None)
             given = {"attention_mask": attention_mask, "generation_config": generation_config}
             options |= {name: value for name, value in given.items() if value is not None}
-
-            def begin(request: Request, seed: int | None) -> Generation:
-                return self._begin(request, seed, draft_length, accept)
-
+            begin = partial(self._begin, draft_length=draft_length, accept=accept)
             return generate_in_pieces(
                 self.model, self.adapter, begin, seed, inputs if input_ids is None else input_ids, options
             )

@@ -232,11 +232,9 @@ class LossBudget(Gain):
         self._asked = 0
 
     def opens(self, at_once: float, at_risk: float) -> bool:
-        """Return whether this round may draft; call once a round.
+        """Return whether this round may draft, if `at_once` plain steps may be lost from the start; call once a round.
 
-        Args:
-            at_once: plain steps that may be lost from the start.
-            at_risk: what a round of an unpromising draft may lose, which is saved up first; 0 for a promising draft.
+        What a round of an unpromising draft may lose, `at_risk`, is saved up first; 0 for a promising draft.
         """
         self._asked += 1
         if at_risk > 0 and not self.gains:

@@ -183,7 +183,10 @@ class Generation(Iterator[Round]):
         new = torch.tensor(padded, dtype=torch.long, device=prompts.device).reshape(len(padded), longest)
         lengths = tuple(len(tokens) for tokens in committed)
         text = tuple(self._group.sequences.text_ends.get(row, length) for row, length in enumerate(lengths))
-        made = GenerateOutput if self._request.source is None else EncoderDecoderOutput
+        past, source, made = self._past or None, self._request.source, GenerateOutput
+        if source is not None:
+            # As in `transformers`, the cache comes together with the encoder's.
+            past, made = None if past is None else source.beside(past), EncoderDecoderOutput
         return made(
             sequences=torch.cat([prompts, new], 1),
             lengths=text,
@@ -191,13 +194,8 @@ class Generation(Iterator[Round]):
             lossless=self.lossless,
             scores=None if records.scores is None else records.scores.padded(lengths),
             logits=None if records.logits is None else records.logits.padded(lengths),
-            **{OUTPUT_CACHE: self._handed_out() if self._past and not self._group.unfinished else None},
+            **{OUTPUT_CACHE: None if self._group.unfinished else past},
         )
-
-    def _handed_out(self) -> Cache | None:
-        """Return the cache as `transformers` does: together with the encoder's, if there is one."""
-        source = self._request.source
-        return self._past if source is None or self._past is None else source.beside(self._past)
 
 
 def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,7 +203,7 @@ class LowPrecision(LayerPathDrafter):
         if not substituted:
             left = "the draft" if self.fewer is None else self.fewer.spelling
             raise DraftConfigError(f"layers={list(layers)}: {left} leaves none of them to run")
-        return path.with_substitutes(self._copy, substituted, head=self.head_too)
+        return replace(path, copy=self._copy, substituted=frozenset(substituted), head_substituted=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         if not self.format.runs_on(model.device.type):

@@ -108,10 +108,6 @@ class LayerPath:
         """Return this path, entered at `start` with states that an earlier pass left there."""
         return replace(self, start=start)
 
-    def with_substitutes(self, copy: WeightCopy, substituted: Iterable[Sublayer], head: bool) -> LayerPath:
-        """Return this path with substitutes in some sublayers."""
-        return replace(self, copy=copy, substituted=frozenset(substituted), head_substituted=head)
-
     def runs(self, sublayer: Sublayer) -> bool:
         """Return whether the pass computes this sublayer."""
         return sublayer not in self.skipped and (self.start is None or sublayer >= self.start)

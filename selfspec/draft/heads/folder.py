@@ -305,7 +305,7 @@ def check_layout(names: Collection[str], config: Mapping[str, Any], source: str)
     """Refuse weights in few bits, unless they are in blocks of float8."""
     other = next((name for name in names if name.endswith(_OTHERS)), None)
     if other is not None:
-        raise _refused(_method(config), other, source)
+        raise _refused(config, other, source)
 
 
 def dequantised(weights: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> dict[str, Tensor]:
@@ -320,7 +320,7 @@ def dequantised(weights: Mapping[str, Tensor], config: Mapping[str, Any], source
             continue
         scales = weights.get(f"{name}{SCALE}")
         if weight.dtype != _FLOAT8 or scales is None:
-            raise _refused(_method(config), f"{name} in {weight.dtype}", source)
+            raise _refused(config, f"{name} in {weight.dtype}", source)
         wanted = (*weight.shape[:-2], *(-(-size // of) for size, of in zip(weight.shape[-2:], block, strict=True)))
         if scales.shape != wanted:
             raise HeadError(
@@ -341,11 +341,8 @@ def _quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((each for each in found if isinstance(each, dict)), {})
 
 
-def _method(config: Mapping[str, Any]) -> str:
-    return str(_quantisation(config).get("quant_method") or "an unknown layout")
-
-
-def _refused(method: str, what: str, source: str) -> HeadError:
+def _refused(config: Mapping[str, Any], what: str, source: str) -> HeadError:
+    method = _quantisation(config).get("quant_method") or "an unknown layout"
     return HeadError(
         f"the weights in {source} are kept in few bits as {method} does ({what}), which is not read here; take a "
         "checkpoint in bfloat16, or in float8 with scales of blocks (weight_scale_inv)"
