@@ -66,7 +66,7 @@ class Recycling(Drafter):
 
     def begin(self, rows: RowsView) -> RecyclingProposer:
         made = partial(RecyclingMemory, self.candidates, self.longest, self.most_bytes)
-        return RecyclingProposer(self, remembered(rows, self, made), rows)
+        return RecyclingProposer(remembered(rows, self, made), rows)
 
 
 class RecyclingMemory(DraftMemory):
@@ -88,8 +88,8 @@ class RecyclingProposer(FreeProposer):
 
     matches = (_CANDIDATES,)
 
-    def __init__(self, config: Recycling, memory: RecyclingMemory, rows: RowsView) -> None:
-        self._candidates, self._longest = config.candidates, config.longest
+    def __init__(self, memory: RecyclingMemory, rows: RowsView) -> None:
+        self._longest = memory.table.longest
         self._memory, self._rows_apart = memory, rows.rows_apart
         # Its last draft, whether or not the round took it, and how long the known context of each row was then.
         self._proposed: Draft | None = None
@@ -133,7 +133,7 @@ class RecyclingProposer(FreeProposer):
         ]
 
     def ask(self, draft: Draft, target: PassResult) -> None:
-        candidates = target.logits.topk(min(self._candidates, target.logits.shape[-1])).indices
+        candidates = target.logits.topk(min(self._memory.table.kept, target.logits.shape[-1])).indices
         self._asked = HostCopy(draft.tokens), HostCopy(candidates)
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,19 +32,16 @@ class Experts:
         return 1 - (1 - min(self.active, most or self.active, self.number) / self.number) ** tokens
 
 
-def _of_layer(layer: nn.Module, mlps: Sequence[str]) -> Iterator[Experts]:
-    for name in mlps:
-        mlp = layer.get_submodule(name)
-        active = max((_active(module) for module in mlp.modules()), default=0)
-        weights = tuple(weight for weight in mlp.parameters() if weight.ndim == 3)
-        if active and weights:
-            yield Experts(weights, active)
-
-
 def experts_of(model: nn.Module, adapter: Adapter) -> list[Experts]:
     """Return the routed experts of all decoder layers of a model."""
-    layers = adapter.decoder_layers(model)
-    return [each for layer in layers for each in _of_layer(layer, adapter.modules_of(layer, Part.MLP))]
+    found = []
+    for layer in adapter.decoder_layers(model):
+        for mlp in map(layer.get_submodule, adapter.modules_of(layer, Part.MLP)):
+            active = max((_active(module) for module in mlp.modules()), default=0)
+            weights = tuple(weight for weight in mlp.parameters() if weight.ndim == 3)
+            if active and weights:
+                found.append(Experts(weights, active))
+    return found
 
 
 def shares_read(experts: Sequence[Experts], most: int | None = None) -> Mapping[int, float]:
