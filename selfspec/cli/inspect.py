@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from selfspec.cli.options import MemoryOptions, Model, Output, prepare_process
+from selfspec.cli.options import MemoryOptions, Model, Output, WeightFormat, prepare_process
 from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
@@ -25,32 +25,37 @@ Parts = Annotated[
 ]
 
 
-def inspect(model: Model, budget: MemoryOptions, parts: Parts = False, output: Output = "text") -> CheckpointSummary:
+def inspect(
+    model: Model, budget: MemoryOptions, weights: WeightFormat = None, parts: Parts = False, output: Output = "text"
+) -> CheckpointSummary:
     """Say what a checkpoint can do here: whether it fits, what drafts, what that gains, which command is next.
 
     The same as selfspec MODEL. Weights are read only where a profile of selfspec calibrate may be of them.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
-    and memory, or of host and GPU, measured here. With --parts, the draft cost ratio c is what a draft step reads over
-    what a target step reads, head included.
+    and memory, or of host and GPU, measured here; what --weights packs is packed for it first. With --parts, the draft
+    cost ratio c is what a draft step reads over what a target step reads, head included.
     """
     place = model_place(model)
     with Console(stderr=True).status("Looking at the checkpoint"):
         from selfspec.measure.summary import describe, without_weights
         from selfspec.model.checkpoint import find_device, read_config
+        from selfspec.placement.packed import format_of_weights
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
-        from selfspec.tools.prospects import CheckpointSummary, held_modules, prospects
+        from selfspec.tools.prospects import CheckpointSummary, held_modules, hold_packed, prospects
 
         prepare_process(threads=None)
         config = read_config(place)
-        bare = without_weights(config)
+        bare, format = without_weights(config), format_of_weights(place, weights)
+        if format is not None:
+            hold_packed(bare, format)
         summary = describe(bare)
-        here = prospects(model, place, bare, summary)
+        here = prospects(model, place, bare, summary, format)
         planned = None
         if budget.memory is not None:
-            source = source_for(find_device("auto"))
-            planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source)
+            source = source_for(find_device("auto" if format is None else "cpu"))
+            planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source, weights=format)
     plan, modules = None if planned is None else planned.to_dict(), held_modules(place, config)
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
     if output == "text":
@@ -114,6 +119,9 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
 def _in_planes(found: CheckpointSummary, size: int) -> str:
     from selfspec.placement.plan import shown_bytes
 
+    if found.here.weights is not None:
+        bits = 8 * size / found.total.parameters
+        return f"all of this is for weights in {found.here.weights}, the same bits in {bits:.1f} for each"
     fewer = found.total.bytes / size
     return f"{shown_bytes(size)} with --weights planes, the same bits: a token reads {fewer:.2f} times fewer"
 

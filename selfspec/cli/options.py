@@ -49,6 +49,13 @@ Dtype = Annotated[
         help="Compute in `float32`, `float64`, `bfloat16` or `float16`; `auto`: as the checkpoint says.",
     ),
 ]
+WeightFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="`planes` keeps weights packed, without changing a bit, on the CPU; by default as in the folder.",
+    ),
+]
 Device = Annotated[
     str, typer.Option(metavar="DEVICE", help="`cpu`, `cuda`, `cuda:1`, ...; `auto`: a CUDA GPU if there is one.")
 ]
@@ -120,13 +127,7 @@ class ModelOptions(MachineOptions):
 
     model: Model
     dtype: Dtype = "auto"
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="`planes` keeps weights packed, without changing a bit, on the CPU; by default as in the folder.",
-        ),
-    ] = None
+    weights: WeightFormat = None
 
     @property
     def place(self) -> str:

@@ -17,15 +17,15 @@ from selfspec.control.profile import UNCALIBRATED, Profile, Setting, clear_gain,
 from selfspec.draft.heads.folder import SCALE, HeadFolder
 from selfspec.draft.heads.mtp import folder_of
 from selfspec.draft.registry import PLAIN, draft_name
-from selfspec.errors import CheckpointError, HeadError, ProfileError
+from selfspec.errors import CheckpointError, HeadError, ProfileError, UnsupportedModelError
 from selfspec.formats.format import Format
 from selfspec.measure.checkpoint import load_checkpoint
-from selfspec.measure.summary import ModelSummary
+from selfspec.measure.summary import ModelSummary, Weights, without_weights
 from selfspec.model.checkpoint import find_device, local_folder, weight_files
 from selfspec.model.registry import find_adapter, has_encoder, mtp_layout
 from selfspec.model.sizes import widening
-from selfspec.placement.packed import exact_format, is_transposed
-from selfspec.placement.skeleton import names_by_weight
+from selfspec.placement.packed import exact_format, is_transposed, load_packed
+from selfspec.placement.skeleton import names_by_weight, set_weight
 from selfspec.placement.stored import StoredTensor, is_packed, stored_tensors
 from selfspec.placement.weight_source import source_for
 
@@ -60,6 +60,7 @@ class Prospects:
         doubt: why `auto` cannot be used; empty: it can.
         commands: to give next, the most useful first.
         packed: bytes of its weights in planes, on a CPU; null: they do not pack, or are not here.
+        weights: the format in which they are in the folder, or asked for; null: they are dense.
     """
 
     device: str
@@ -71,6 +72,7 @@ class Prospects:
     doubt: str
     commands: tuple[str, ...]
     packed: int | None
+    weights: str | None
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,21 @@ class CheckpointSummary(ModelSummary):
     plan: dict[str, Any] | None = None
 
 
-def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSummary) -> Prospects:
-    """Say what a checkpoint can do on this machine. The model is on the meta device; a profile may need its weights."""
-    device, encodes = find_device("auto"), has_encoder(model)
+def prospects(
+    name: str, place: str, model: PreTrainedModel, summary: ModelSummary, format: Format | None = None
+) -> Prospects:
+    """Say what a checkpoint can do on this machine. The model is on the meta device; a profile may need its weights.
+
+    With a format the model holds packed weights.
+    """
+    device, encodes = find_device("auto" if format is None else "cpu"), has_encoder(model)
+    here = local_folder(place)
+    in_folder, packs = here is not None and is_packed(here), _packs(here, model.config)
+    if format is not None and not in_folder and not packs:
+        raise UnsupportedModelError(
+            f"weights={format.name!r}: {name} has weights with more bits than bfloat16, or no weights here; leave "
+            "weights out"
+        )
     memory = source_for(device).available()
     default = UNCALIBRATED.format
     assert default is not None
@@ -125,7 +139,7 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
     profile, doubt = None, ""
     if fits and not encodes:
         try:
-            profile = _profile(place, type(model).__name__)
+            profile = _profile(place, type(model).__name__, format)
         except ProfileError as error:
             doubt = str(error)
     if profile is None:
@@ -135,6 +149,12 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         greedy = sampled = Gain(PLAIN, 1.0) if gain is None else Gain(draft_name(UNCALIBRATED), gain)
     else:
         greedy, sampled = (Gain(each.draft, each.speedup[0]) for each in (profile.greedy, profile.sampled))
+    packed = None
+    if format is not None:
+        packed = summary.total.bytes
+    elif packs and device.type == "cpu":
+        packed = packed_bytes(model.config, exact_format("planes"))
+    words = quote(name) + ("" if format is None or in_folder else f" --weights {format.name}")
     return Prospects(
         device=str(device),
         memory=memory,
@@ -143,27 +163,31 @@ def prospects(name: str, place: str, model: PreTrainedModel, summary: ModelSumma
         sampled=sampled,
         profile=None if profile is None else profile.source,
         doubt=doubt,
-        commands=tuple(_commands(quote(name), encodes, budget, profile is not None)),
-        packed=_packed_bytes(place, model) if device.type == "cpu" else None,
+        commands=tuple(_commands(words, encodes, budget, profile is not None)),
+        packed=packed,
+        weights=None if format is None else format.name,
     )
 
 
-def _packed_bytes(place: str, model: PreTrainedModel) -> int | None:
-    folder = local_folder(place)
-    if folder is None or is_packed(folder) or not has_bfloat16_precision(folder, model.config):
-        return None
-    return packed_bytes(model, exact_format("planes"))
+def _packs(folder: Path | None, config: PreTrainedConfig) -> bool:
+    return folder is not None and not is_packed(folder) and has_bfloat16_precision(folder, config)
 
 
-def packed_bytes(model: PreTrainedModel, format: Format) -> int:
-    """Return the bytes of a model's weights, packed where they fit, without what depends on values."""
-    sizes = 0
+def hold_packed(model: PreTrainedModel, format: Format) -> None:
+    """Let a model on the meta device hold packed weights where they fit, without what depends on values."""
     for names in names_by_weight(model).values():
         weight, transposed = model.get_parameter(names[0]), is_transposed(model, names)
         laid_out = weight.mT if transposed else weight
-        fits = transposed is not None and format.takes(laid_out)
-        sizes += format.nbytes(laid_out.shape) if fits else weight.nbytes
-    return sizes
+        if transposed is not None and format.takes(laid_out):
+            empty = format.empty(laid_out.shape, weight.device)
+            set_weight(model, names, format.parameter(empty, weight.dtype, transposed))
+
+
+def packed_bytes(config: PreTrainedConfig, format: Format) -> int:
+    """Return the bytes of a model's weights, packed where they fit, without what depends on values."""
+    model = without_weights(config)
+    hold_packed(model, format)
+    return Weights.of(model.parameters()).bytes
 
 
 # Weights of a checkpoint that are looked at, and their first bytes.
@@ -188,12 +212,15 @@ def _looks_short(weight: StoredTensor) -> bool:
     return not (torch.frombuffer(first, dtype=torch.int32) & 0xFFFF).any()
 
 
-def _profile(place: str, class_name: str) -> Profile | None:
+def _profile(place: str, class_name: str, format: Format | None) -> Profile | None:
     classes = set()
     for file in folder().glob("*.json"):
         with suppress(ProfileError):
             classes.add(Profile.load(file).setting.model)
-    return find_profile(Setting.of(load_checkpoint(place).model)) if class_name in classes else None
+    if class_name not in classes:
+        return None
+    model = load_checkpoint(place).model if format is None else load_packed(place, format.name, None, None)
+    return find_profile(Setting.of(model))
 
 
 def _commands(name: str, encodes: bool, budget: str | None, calibrated: bool) -> Iterator[str]:

@@ -11,13 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from helpers import published_heads
+import selfspec
+from helpers import published_heads, tiny
 from helpers.encoder_decoders import encoder_decoder
 from helpers.snippets import Invoke, Said
 from helpers.studies import calibrated, profile_of
 from selfspec import Profile
 from selfspec.control.profile import VARIABLE, default_file
 from selfspec.measure.summary import describe
+from selfspec.model.registry import find_adapter
+from selfspec.model.sizes import bytes_read
+from selfspec.placement.drafts import placement_of
 
 pandas = pytest.importorskip("pandas")
 
@@ -155,6 +159,35 @@ def test_the_plan_of_a_budget(invoke: Invoke, said: Said, folder: str) -> None:
         plan["memory"]["layers"]
     )
     assert "too little" in invoke("inspect", folder, "--memory", "1MiB").stderr
+
+
+def test_weights_in_planes_are_looked_at_as_they_are_loaded(invoke: Invoke, said: Said, tmp_path: Path) -> None:
+    source, packed = str(tmp_path / "model"), str(tmp_path / "packed")
+    tiny.llama(hidden_size=256, intermediate_size=512).bfloat16().float().save_pretrained(source)
+    selfspec.pack(source, packed)
+    dense, asked, found = said("inspect", source), said("inspect", source, "--weights", "planes"), said(packed)
+    assert found["here"]["weights"] == asked["here"]["weights"] == "planes"
+    assert found["total"] == asked["total"]
+    assert found["total"]["bytes"] == found["here"]["packed"] == dense["here"]["packed"] < 0.4 * dense["total"]["bytes"]
+    # Of 12 bits a copy in 8 reads too many to gain for sure: nothing drafts unless it is named.
+    model = selfspec.load(packed).model
+    assert [each["here"]["greedy"]["draft"] for each in (dense, asked, found)] == ["lookup+int8", "none", "none"]
+    assert selfspec.wrap(model, "auto").draft is None
+    assert found["target_bytes_read"] == pytest.approx(bytes_read(model, find_adapter(model)), rel=0.05)
+    within = ("--memory", "8GiB")
+    plans = [said("inspect", *each, *within)["plan"] for each in ((packed,), (source, "--weights", "planes"))]
+    placed = placement_of(selfspec.load(packed, "8GiB").model)
+    assert placed is not None
+    for plan in plans:
+        assert plan["memory"]["layers"] == plans[0]["memory"]["layers"]
+        assert plan["memory"]["parts"]["upper"][0] > 0
+        assert sum(plan["memory"]["layers"]) < 0.4 * dense["total"]["bytes"]
+        assert plan["resident"] == placed.plan.resident
+    shown = " ".join(invoke("inspect", source, "--weights", "planes").stdout.split())
+    assert "all of this is for weights in planes" in shown
+    assert asked["here"]["commands"][-1].endswith("/model --weights planes --prompt TEXT")
+    tiny.llama().float().save_pretrained(tmp_path / "float32")
+    assert "more bits than bfloat16" in invoke("inspect", str(tmp_path / "float32"), "--weights", "planes").stderr
 
 
 def test_a_checkpoint_alone_is_looked_at(invoke: Invoke, folder: str) -> None:
