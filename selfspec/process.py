@@ -7,11 +7,13 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
-_GROUP = Path("/sys/fs/cgroup")
+_GROUPS, _GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # glibc's number of the option, and a size in bytes: a draft step's states and logits are smaller.
 _MMAP_THRESHOLD, _LARGE = -3, 256 * 2**10
 
@@ -47,14 +49,18 @@ def status_bytes(field: str) -> int:
 
 
 def machine_bytes() -> int | None:
-    """Return the memory of the machine, or of the process's control group, in bytes; None if it is not known."""
-    return min((*_system("SC_PHYS_PAGES"), *_group("memory.max")), default=None)
+    """Return the memory that the process may take, in bytes; None if it is not known.
+
+    The least of the machine's, of the limits of its control groups and the groups around them, and of its own limits.
+    """
+    groups = [group.limit for group in _groups()]
+    return min((*_system("SC_PHYS_PAGES"), *groups, *_own_limits()), default=None)
 
 
 def free_bytes() -> int:
-    """Return the bytes free in the machine and the process's control group; caches do not count as free."""
-    taken = sum(_group("memory.current"))
-    return min((*_system("SC_AVPHYS_PAGES"), *(most - taken for most in _group("memory.max"))), default=0)
+    """Return the bytes free in the machine and the process's control groups; caches do not count as free."""
+    groups = [group.limit - group.usage for group in _groups()]
+    return min((*_system("SC_AVPHYS_PAGES"), *groups), default=0)
 
 
 def _system(pages: str) -> list[int]:
@@ -63,11 +69,45 @@ def _system(pages: str) -> list[int]:
     return []
 
 
-def _group(file: str) -> list[int]:
-    # Without a limit the file says "max"; without control groups there is none.
-    with suppress(OSError, ValueError):
-        return [int((_GROUP / file).read_text())]
+def _own_limits() -> list[int]:
+    # Not on Windows.
+    with suppress(ImportError):
+        import resource
+
+        soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        return [limit for limit in soft if limit != resource.RLIM_INFINITY]
     return []
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A control group of Linux, in bytes."""
+
+    limit: int
+    usage: int
+
+
+def _groups() -> Iterator[_Group]:
+    """Return the groups of the process and those around them that limit memory, of versions 1 and 2."""
+    try:
+        lines = _GROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers:
+            root, limit, usage = _GROUPS, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = _GROUPS / controllers, "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = root / path.strip("/")
+        # A container sees its own group as the root: the path may be that of the host.
+        for folder in (group, *group.parents):
+            # Without a limit, version 2 says "max".
+            with suppress(OSError, ValueError):
+                yield _Group(int((folder / limit).read_text()), int((folder / usage).read_text()))
+            if folder == root:
+                break
 
 
 class ProcessLock:

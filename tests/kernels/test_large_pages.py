@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from helpers import tiny
-from selfspec import process
 from selfspec.kernels.large_pages import LargePages, move_weights
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages here")
@@ -59,24 +58,11 @@ def test_a_model_is_the_same_in_large_pages(tmp_path: Path) -> None:
 
 
 def test_without_free_memory_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.process.os.sysconf", lambda _: 1)
+    monkeypatch.setattr("selfspec.kernels.large_pages.free_bytes", lambda: 10)
     model = tiny.llama()
     places = [weight.data_ptr() for weight in model.parameters()]
     move_weights(model)
     assert [weight.data_ptr() for weight in model.parameters()] == places
-
-
-def test_a_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_GROUP", tmp_path)
-    model = tiny.llama()
-    places = [weight.data_ptr() for weight in model.parameters()]
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("999990\n")
-    move_weights(model)
-    assert [weight.data_ptr() for weight in model.parameters()] == places
-    (tmp_path / "memory.max").write_text("max\n")
-    move_weights(model)
-    assert [weight.data_ptr() for weight in model.parameters()] != places
 
 
 def test_a_kernel_without_large_pages_leaves_tensors_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
