@@ -103,20 +103,3 @@ def test_a_text_is_that_of_generate(real: Callable[[str], Real], model: str, pro
         spec = checkpoint.drafting(name)
         out = spec.generate(ids, torch.ones_like(ids), max_new_tokens=NEW_DRAFTS[model], do_sample=False)
         assert out.sequences[0, ids.shape[1] :].tolist() == expected, name
-
-
-@pytest.mark.parametrize("draft", ["int8", "lookup+recycle", "exit:15"])
-def test_a_seed_gives_the_same_text_with_every_draft(real: Callable[[str], Real], draft: str) -> None:
-    checkpoint = real("smollm2")
-    ids = checkpoint.ids("Name three rivers.")
-    drawn: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": 0.8,
-        "seed": 3,
-        "accept": "coupled",
-        "max_new_tokens": NEW_DRAFTS["smollm2"],
-    }
-    expected, found = (
-        checkpoint.drafting(name).generate(ids, torch.ones_like(ids), **drawn).sequences for name in ("none", draft)
-    )
-    assert torch.equal(expected, found)
