@@ -123,19 +123,6 @@ def test_a_model_that_records_by_its_config_still_drafts_and_records(flag: str, 
     assert len(recorded) == (tiny.DEPTH + 1 if flag == "output_hidden_states" else tiny.DEPTH)
 
 
-def test_training_works_during_a_stream(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
-    def gradients() -> list[Tensor]:
-        llama.zero_grad()
-        llama(tiny.prompt(9), labels=tiny.prompt(9)).loss.backward()
-        found = [parameter.grad.clone() for parameter in llama.parameters()]
-        llama.zero_grad()
-        return found
-
-    wanted = gradients()
-    with _in_a_stream(llama, draft):
-        assert all(torch.equal(found, right) for found, right in zip(gradients(), wanted, strict=True))
-
-
 def test_a_copy_can_be_wrapped_on_its_own(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
     with _in_a_stream(llama, draft):
         copied = copy.deepcopy(llama)
@@ -219,23 +206,6 @@ def test_a_model_that_moves_runs_by_the_default_of_its_new_place(
 
 
 # Hooks of the user's own.
-
-
-def test_hooks_hung_during_a_stream_fire_and_come_off(llama: PreTrainedModel, draft: selfspec.drafts.Drafter) -> None:
-    fired: list[str] = []
-    before = Snapshot(llama)
-    with _in_a_stream(llama, draft):
-        handles = [
-            module.register_forward_hook(lambda *_, name=name: fired.append(name))
-            for name, module in llama.named_modules()
-        ]
-        with torch.no_grad():
-            llama(tiny.prompt(5))
-        assert fired.count("model.layers.3.mlp") == 1
-        for handle in handles:
-            handle.remove()
-    assert fired.count("model.layers.3.mlp") == 1
-    before.assert_same(llama)
 
 
 def test_hooks_that_steer_the_model_steer_its_generations_too(

@@ -84,7 +84,6 @@ def _equal(spec: selfspec.SelfSpeculative, draft: str, prompts: Tensor, mask: Te
 
 
 def line(model_type: str) -> str:
-    """The line of the table for a type, found by running it."""
     model = checkpoint(model_type)
     inside = model.config.get_text_config(decoder=True).model_type
     return f"| {model_type} | {type(model).__name__} | {'' if inside == model_type else inside} | {verdict(model)} |"

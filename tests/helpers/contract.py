@@ -40,8 +40,6 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 
 @dataclass(frozen=True)
 class Subject:
-    """A tiny model and the declaration that is put to the test."""
-
     model: PreTrainedModel
     adapter: Adapter
     tolerance: float
@@ -62,7 +60,6 @@ class Subject:
         return self.batch > 1
 
     def cache(self, rows: int) -> SharedCache:
-        """An empty cache for a prefix and a block of some rows."""
         return self.adapter.shared_cache(self.model, rows, limit=PAST + BLOCK + 1, slack=BLOCK)
 
     def generated(self, spec: selfspec.SelfSpeculative, prompts: Tensor, mask: Tensor | None) -> GenerateOutput:
@@ -188,19 +185,16 @@ def _path(subject: Subject, path: LayerPath) -> None:
 
 
 def exits(subject: Subject) -> None:
-    """Every early exit, and resuming the full pass there."""
     for layer in range(1, subject.depth):
         _path(subject, LayerPath.up_to(subject.depth, Sublayer(layer, Part.ATTENTION)))
 
 
 def skip_attention(subject: Subject) -> None:
-    """Every attention left out, and resuming the full pass there."""
     for layer in range(subject.depth):
         _path(subject, LayerPath.without(subject.depth, [Sublayer(layer, Part.ATTENTION)]))
 
 
 def skip_mlp(subject: Subject) -> None:
-    """Every MLP left out, and resuming the full pass there."""
     for index, layer in enumerate(subject.adapter.decoder_layers(subject.model)):
         if subject.adapter.modules_of(layer, Part.MLP):
             _path(subject, LayerPath.without(subject.depth, [Sublayer(index, Part.MLP)]))

@@ -59,8 +59,6 @@ def encoder_decoder(
 
 @dataclass(frozen=True)
 class EncoderDecoder(Subject):
-    """A tiny encoder-decoder and the declaration that is put to the test."""
-
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
         """What the encoder reads of each of `BATCH` rows, of different lengths where it takes a mask."""
@@ -141,7 +139,6 @@ ENCODER_DECODERS = _classes()
 
 
 def encoder_decoder_subject(model_type: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> EncoderDecoder:
-    """A tiny model of a type and its declaration."""
     model = encoder_decoder(model_type, dtype, seed)
     return EncoderDecoder(model, find_adapter(model), TOLERANCE[dtype])
 

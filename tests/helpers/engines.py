@@ -23,7 +23,6 @@ _BENCHMARKS = ROOT / "benchmarks"
 
 
 def engine_python(variable: str) -> str:
-    """The Python that a variable of the environment names."""
     python = os.environ.get(variable)
     if not python:
         pytest.skip(f"{variable} names no Python: see CONTRIBUTING.md")

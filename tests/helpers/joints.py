@@ -72,7 +72,6 @@ class Drawn:
     judged: int
 
     def fits(self, exact: Callable[[Text], dict[Text, float]]) -> dict[str, float]:
-        """How well the texts of each prompt fit its joint, as p-values."""
         return {str(prompt): p_value(texts, exact(prompt)) for prompt, texts in self.texts.items()}
 
 

@@ -270,7 +270,6 @@ class Published:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """A new one of bytes, and of what is special."""
         made = tiny.tokenizer()
         made.add_special_tokens({"additional_special_tokens": [*self.special]})
         made.chat_template = self.source

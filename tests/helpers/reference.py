@@ -95,7 +95,6 @@ class Calls:
         self.tokens: dict[object, int] = {}
 
     def watch(self, name: object, module: nn.Module) -> None:
-        """Count the forwards of a module under a name."""
         self.calls[name] = self.tokens[name] = 0
         module.register_forward_hook(self._hook(name))
 
@@ -163,10 +162,6 @@ class Bench:
         states = [step.states for step in passes if step.states is not None]
         logits = torch.cat([step.logits for step in passes], 1)
         return logits, ExactStates.concatenated(states) if states else None
-
-    def stepped_states(self, path: LayerPath) -> ExactStates | None:
-        """States of the block, one token at a time."""
-        return self.steps(path)[1]
 
     def keys_and_values(self) -> list[tuple[Tensor, Tensor]]:
         """What lies in the slots of the prefix and the block, layer by layer."""

@@ -43,7 +43,6 @@ def prompt(number: int) -> list[int]:
 
 
 def build(folder: str) -> Starlette:
-    """A model that drafts for itself, behind one endpoint."""
     import selfspec
     from selfspec.measure.checkpoint import load_checkpoint
 
@@ -63,7 +62,6 @@ def build(folder: str) -> Starlette:
 
 
 def main() -> None:
-    """Serve, ask, kill, and write down what came back."""
     folder, to = sys.argv[1:]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -37,7 +37,6 @@ class Snapshot:
         self._configs = (model.config.to_dict(), model.generation_config.to_dict(), model.training)
 
     def assert_same(self, model: PreTrainedModel) -> None:
-        """Fail if anything of the model is not what it was."""
         now = Snapshot(model)
         assert list(now._modules) == list(self._modules)
         for name, (module, contents) in self._modules.items():
@@ -133,7 +132,6 @@ def changed(before: dict[str, object], now: dict[str, object]) -> list[str]:
 
 
 def tensor_bytes() -> int:
-    """The bytes of all tensors of this process that are in memory."""
     gc.collect()
     # Compiling, in another test of this process, may leave tensors without storage behind.
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, Parameter) and not each.is_meta]

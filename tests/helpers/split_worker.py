@@ -32,7 +32,6 @@ TREE = FixedLength(3, nodes=6)
 
 
 def answers(model: Any) -> dict[str, Any]:
-    """Everything that must be the same on one process."""
     one, ragged = tiny.prompt(9), torch.cat([tiny.prompt(9), tiny.prompt(9, seed=1)])
     mask = torch.ones_like(ragged)
     mask[1, :4] = 0

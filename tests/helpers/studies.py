@@ -152,7 +152,6 @@ SAMPLED = Chosen("exit:1", 3, BatchCosts((replace(COSTS, draft=0.125),)), 0.8, (
 
 
 def profile_of(model: PreTrainedModel, greedy: Chosen = GREEDY, sampled: Chosen = SAMPLED) -> Profile:
-    """A profile that fits the model here and now."""
     return Profile(Setting.of(model), greedy, sampled, {"settings": {"prompts": 1}})
 
 

@@ -63,7 +63,6 @@ def adapter_of(model_type: str) -> Adapter | None:
 
 
 def subject(model_type: str) -> Subject:
-    """A tiny model of a type and its declaration."""
     dtype = _SINGLE.get(model_type, torch.float64)
     model = shrunken(model_type, dtype)
     made = Subject(model, find_adapter(model), TOLERANCE[dtype])

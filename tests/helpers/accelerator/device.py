@@ -242,7 +242,6 @@ class Accelerator:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Lock the memory of a tensor of the host."""
     tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
     return tensor
 

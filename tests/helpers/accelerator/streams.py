@@ -194,7 +194,6 @@ class Memory:
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Return the memory under a tensor of the device."""
     found: Memory = tensor.untyped_storage().memory  # type: ignore[attr-defined]
     return found
 
