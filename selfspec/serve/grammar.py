@@ -137,7 +137,10 @@ class Grammars:
             return check_schema(wanted.json_schema.json_schema) <= _FEW_STATES
         if isinstance(wanted, CallGrammar):
             return sum(map(check_schema, wanted.schemas)) <= _FEW_STATES
-        states = pattern_states(wanted.pattern) if isinstance(wanted, RegexFormat) else 0
+        states = 0
+        if isinstance(wanted, RegexFormat):
+            _check_pattern(_Part({}, "", 1), wanted.pattern)
+            states = pattern_states(wanted.pattern)
         if states > MOST_STATES:
             raise UnsupportedOptionError(
                 f"response_format: the pattern takes some {states} states, and at most {MOST_STATES} are compiled"
@@ -218,6 +221,8 @@ _OF_TYPES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+
 _ASSERTIONS = tuple(name for names in _OF_TYPES.values() for name in names)
 
 # Where these stand, the grammar knows the type without being told.
@@ -227,6 +232,23 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     **{"string": (str,), "boolean": (bool,), "null": (type(None),), "integer": (int,), "number": (int, float)},
     **{"array": (list,), "object": (dict,)},
 }
+
+
+# The types of what keywords say: what is of another one is no schema.
+_SHAPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), int),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (int, float)),
+    **dict.fromkeys(("pattern", "format", "$ref"), str),
+    **dict.fromkeys(("enum", "required", "anyOf", "oneOf", "allOf", "prefixItems"), list),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), dict),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (dict, bool)),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (dict, bool)),
+    "type": (str, list),
+}
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+_MOST_MULTIPLE = 1024
 
 
 @dataclass(frozen=True)
@@ -246,15 +268,18 @@ def check_schema(schema: Mapping[str, Any]) -> int:
     if len(json.dumps(schema)) > MOST_CHARACTERS:
         raise UnsupportedOptionError(f"response_format: the schema has more than {MOST_CHARACTERS} characters")
     values = states = 0
+    paths, refs = set(), []
     for part in _parts(_Part(schema, "", 1)):
         if part.depth > MOST_DEPTH:
             raise part.refuse(f"schemas are nested more than {MOST_DEPTH} deep")
+        _check_shape(part)
+        paths.add(part.path or "#")
+        refs += [part] if "$ref" in part.schema else []
         if len(part.schema.get("properties", ())) > MOST_PROPERTIES:
             raise part.refuse(f"an object has more than {MOST_PROPERTIES} properties")
         _check_keywords(part, schema)
         values += 1 + len(part.schema.get("enum", ()))
-        longest = part.schema.get("maxLength", part.schema.get("minLength", 0))
-        states += pattern_states(part.schema.get("pattern", "")) + min(longest, 500)
+        states += _states(part)
     if values > MOST_VALUES:
         raise UnsupportedOptionError(f"response_format: the schema has more than {MOST_VALUES} parts and values")
     if states > MOST_STATES:
@@ -262,7 +287,51 @@ def check_schema(schema: Mapping[str, Any]) -> int:
             f"response_format: patterns and lengths of the schema take some {states} states, and at most {MOST_STATES} "
             "are compiled; bound fewer strings, or repeat less"
         )
+    astray = next((part for part in refs if part.schema["$ref"] not in paths), None)
+    if astray is not None:
+        raise astray.refuse(f"{astray.schema['$ref']!r} refers to no schema of this document; put it into $defs")
     return states + values
+
+
+def _check_shape(part: _Part) -> None:
+    """Refuse keywords whose values have another type than JSON Schema says."""
+    for name, kinds in _SHAPES.items():
+        value = part.schema.get(name, part)
+        wrong = value is not part and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int))
+        if wrong or (kinds is int and isinstance(value, int) and value < 0):
+            raise part.refuse(f"{name!r} cannot be {json.dumps(value)[:100]}")
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems", *_NAMED_SCHEMAS):
+        inner = part.schema.get(name, ())
+        if not all(isinstance(each, dict | bool) for each in (inner.values() if isinstance(inner, dict) else inner)):
+            raise part.refuse(f"{name!r} has an entry that is no schema")
+    types = part.schema.get("type", "object")
+    if not all(isinstance(name, str) for name in (*part.schema.get("required", ()), *types)):
+        raise part.refuse("'required' and 'type' list names")
+    if not {types} <= _KINDS.keys() if isinstance(types, str) else not set(types) <= _KINDS.keys():
+        raise part.refuse(f"'type' cannot be {json.dumps(types)[:100]}")
+    if any(part.schema.get(name) == [] for name in ("enum", "anyOf", "oneOf")):
+        raise part.refuse("nothing fits an empty list")
+
+
+def _states(part: _Part) -> int:
+    """Estimate how many states a schema takes, without those within it."""
+    schema = part.schema
+    patterns = [schema.get("pattern", ""), *schema.get("patternProperties", ())]
+    digits = sum(len(str(schema[name])) for name in _BOUNDS if name in schema)
+    optional = len(schema.get("properties", {}).keys() - set(schema.get("required", ())))
+    fewest: int = max(schema.get("minProperties", 0), min(schema.get("maxProperties", 0), optional))
+    longest: int = max(schema.get("maxLength", 0), schema.get("minLength", 0))
+    return sum(map(pattern_states, patterns)) + 2 * digits + optional * fewest + min(longest, 500)
+
+
+def _check_pattern(part: _Part, pattern: str) -> None:
+    """Refuse patterns that look around, or have anchors elsewhere than at their ends: the grammar leaves these out."""
+    inner = pattern.removeprefix("^").removesuffix("$")
+    # An escaped dollar is none.
+    inner = pattern.removeprefix("^") if inner.endswith("\\") else inner
+    tokens = re.findall(r"\\.|\[(?:\\.|[^\]])*\]|\(\?:|\(\?|.", inner, re.DOTALL)
+    if any(token in ("^", "$", "(?", "\\b", "\\B") for token in tokens if not token.endswith("\\$")):
+        raise part.refuse(f"the pattern {pattern[:100]!r} looks around, or has an anchor within; write it without")
 
 
 def pattern_states(pattern: str) -> int:
@@ -288,7 +357,7 @@ def _parts(part: _Part) -> Iterator[_Part]:
     """Yield a schema and all that lie in it; what is of another shape is for the compiler to refuse."""
     yield part
     for name, value in part.schema.items():
-        if name in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+        if name in _NAMED_SCHEMAS and isinstance(value, dict):
             inner = {f"{name}/{key}": each for key, each in value.items()}
         elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
             inner = {f"{name}/{index}": each for index, each in enumerate(value)}
@@ -314,7 +383,7 @@ def _check_keywords(part: _Part, root: Mapping[str, Any]) -> None:
     types = [types] if isinstance(types, str) else types
     if whole:
         _check_whole(part, whole, [*whole[1:], *asserted], types)
-        if whole[0] == "$ref" and not str(schema["$ref"]).startswith("#/") and schema["$ref"] != "#":
+        if whole[0] == "$ref" and not schema["$ref"].startswith("#/") and schema["$ref"] != "#":
             raise part.refuse(f"{schema['$ref']!r} refers to another document; put it into $defs")
         if whole[0] == "oneOf" and not _disjoint(schema["oneOf"], root):
             raise part.refuse("schemas of 'oneOf' may fit at once, which a grammar cannot tell; say 'anyOf'")
@@ -323,6 +392,14 @@ def _check_keywords(part: _Part, root: Mapping[str, Any]) -> None:
         raise part.refuse(f"{asserted[0]!r} without 'type' cannot be held by a grammar; add the type")
     if "multipleOf" in schema and types != ["integer"]:
         raise part.refuse("'multipleOf' is held for integers alone")
+    bounded = any(name in schema for name in _BOUNDS)
+    if "multipleOf" in schema and (bounded or not 0 < schema["multipleOf"] <= _MOST_MULTIPLE):
+        raise part.refuse(f"'multipleOf' is held up to {_MOST_MULTIPLE}, and without bounds beside it")
+    for pattern in ([schema["pattern"]] if "pattern" in schema else []) + list(schema.get("patternProperties", ())):
+        _check_pattern(part, pattern)
+    names = [name for name in ("patternProperties", "propertyNames") if name in schema]
+    if names and ("properties" in schema or len(names) + len(schema.get("patternProperties", ())) > 2):
+        raise part.refuse(f"{names[0]!r} beside other names cannot be held by a grammar; describe them in one way")
     if ("pattern" in schema) + ("format" in schema) + bool({"minLength", "maxLength"} & schema.keys()) > 1:
         raise part.refuse("of 'pattern', 'format' and lengths only one is held; keep one of them")
     unknown = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]

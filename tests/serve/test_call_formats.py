@@ -7,6 +7,7 @@ by name. So are schemas that a grammar cannot hold.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -394,6 +395,15 @@ REFUSED: list[tuple[str, dict[str, Any], Any]] = [
     ("multipleOf", {"type": "number", "multipleOf": 0.5}, 0.3),
     ("required", {"type": "object", "properties": {"a": INTEGER}, "required": ["b"]}, {"a": 1}),
     ("oneOf", {"oneOf": [INTEGER, {"type": "number"}]}, 3),
+    ("multipleOf", {"type": "integer", "multipleOf": 5, "minimum": 0}, 3),
+    ("multipleOf", {"type": "integer", "multipleOf": 5000}, 3),
+    ("no schema of", {"$ref": "#/$defs/x/y", "$defs": {"x": {"y": {"type": "integer", "not": {"const": 3}}}}}, 3),
+    (
+        "patternProperties",
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": INTEGER}},
+        {"a": "b"},
+    ),
+    ("propertyNames", {"type": "object", "properties": {"b": INTEGER}, "propertyNames": {"pattern": "^a"}}, {"b": 1}),
     ("another document", {"$ref": "https://example.com/a.json"}, 3),
     ("another document", {"$ref": "#a", "$defs": {"x": {"$anchor": "a", "type": "string"}}}, 3),
 ]
@@ -415,9 +425,42 @@ def test_what_a_grammar_cannot_hold_is_refused(words: str, schema: dict[str, Any
     assert accepts(Grammar.from_json_schema(json.dumps(schema), any_whitespace=False), json.dumps(instance))
 
 
+INTEGERS = {f"p{number}": {"type": "integer", "minimum": -(10**17), "maximum": 10**17} for number in range(450)}
+
+
+@pytest.mark.parametrize(
+    ("words", "schema"),
+    [
+        *(
+            (rf"'{re.escape(name)}' cannot be null", {name: None})
+            for name in ("maxLength", "properties", "type", "enum", "$ref")
+        ),
+        ("'enum' cannot be 5", {"enum": 5}),
+        ("'minItems' cannot be -1", {"type": "array", "minItems": -1}),
+        ("'maxLength' cannot be true", {"type": "string", "maxLength": True}),
+        ("'anyOf' has an entry", {"anyOf": [3]}),
+        ("'properties' has an entry", {"properties": {"a": 3}}),
+        ("list names", {"type": "object", "required": [3]}),
+        ("'type' cannot be", {"type": "text"}),
+        *(("empty list", {name: []}) for name in ("oneOf", "anyOf", "enum")),
+        *(("looks around", {"type": "string", "pattern": each}) for each in ("(?=a)b", "a^b", "a$b", r"a\bb", "(a$)b")),
+        ("looks around", {"type": "object", "patternProperties": {"(?!a)": INTEGER}}),
+        ("states", {"type": "object", "patternProperties": {"[a-z]{9000}": INTEGER}}),
+        ("states", {"type": "object", "properties": INTEGERS}),
+        ("states", {"type": "object", "properties": {name: {} for name in INTEGERS}, "minProperties": 200}),
+    ],
+)
+def test_what_is_no_schema_or_would_take_long_is_refused(words: str, schema: dict[str, Any]) -> None:
+    for where in (schema, {"type": "array", "items": schema}):
+        with pytest.raises(UnsupportedOptionError, match=words):
+            check_schema(where)
+
+
 @pytest.mark.parametrize(
     "schema",
     [
+        *({"type": "string", "pattern": each} for each in (r"^a\$$", "^[^$]+$", "(?:a|b)+", r"^\^a$")),
+        {"type": "object", "patternProperties": {"^a": INTEGER}},
         {"type": "string", "maxLength": 8, "title": "A", "description": "b", "default": "c"},
         {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "Name"},
         {"$ref": "#/$defs/a", "description": "a", "$defs": {"a": {"enum": ["b"], "type": "string"}}},
