@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,9 @@ class ApiError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = kinds.get(self.status, default)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        # Anthropic's clients look for the type of the whole.
+        return {"type": "error", "error": error}
 
 
 def stopping_error() -> ApiError:
@@ -79,6 +82,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if not place and deepest["type"] == "missing":
         return ApiError(400, "the body is empty; send JSON, with content-type application/json", None, "invalid_json")
     message = str(deepest["msg"]).removeprefix("Value error, ")
+    message = re.sub(r" (found )?using (discriminator )?\S+\(\)", "", message)
     field = place[0] if place else _named(message)
     if deepest["type"] == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {'.'.join(place)}", field, "unknown_argument")

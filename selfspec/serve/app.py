@@ -118,11 +118,13 @@ def _operation(served: Served) -> APIRouter:
     """Answer what operators ask: is it alive, does it take requests, how is it doing."""
     router = APIRouter(tags=["operation"])
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="Whether the engine lives")
     async def health() -> JSONResponse:
         alive = served.engine.running or served.stopping
         return JSONResponse({"status": "ok" if alive else "the engine broke"}, 200 if alive else 503)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", summary="Whether requests are taken")
     async def ready() -> JSONResponse:
         taken = served.engine.running and not served.stopping
@@ -265,12 +267,6 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ClientLeftError)
     async def left(_: Request, __: ClientLeftError) -> Response:
         return Response(status_code=_CLIENT_LEFT)
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        LOGGER.log(logging.ERROR, "a request failed", exc_info=error)
-        found = ApiError(500, "the server failed at this request; its log says why")
-        return JSONResponse(found.body, 500)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -13,8 +13,10 @@ from typing import Any, get_type_hints
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from selfspec.serve.api_error import ApiError
 from selfspec.serve.events import EngineStats, Shown
 
 LOGGER = logging.getLogger("selfspec.serve")
@@ -81,6 +83,13 @@ class RequestLog:
         ending = "answered"
         try:
             await self._app(scope, receive, answer)
+        except Exception as error:
+            if status:
+                ending = "broken off"
+                raise
+            LOGGER.error("a request failed", exc_info=error, extra={"fields": {"request_id": own}})
+            failure = ApiError(500, "the server failed at this request; its log says why")
+            await JSONResponse(failure.body, 500)(scope, receive, answer)
         except BaseException:
             ending = "broken off"
             raise

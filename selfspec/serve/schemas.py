@@ -401,4 +401,5 @@ class RefusalError(BaseModel):
 class Refusal(BaseModel):
     """What comes in place of an answer."""
 
+    type: Literal["error"]
     error: RefusalError

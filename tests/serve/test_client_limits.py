@@ -407,7 +407,7 @@ def test_health_is_answered_while_too_many_requests_run(crowded: Running) -> Non
     [
         (b"GET /health HTTP/1.1\r\nHost: h\r\nX: " + b"a" * 70_000, (b" 431 ", b'"error"')),
         (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0", (b" 400 ", b"content-length")),
-        (b"\x16\x03\x01", (b'{"error"',)),
+        (b"\x16\x03\x01", (b'"error"',)),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20, (b" 400 ",)),
     ],
     ids=["long headers", "two lengths", "a greeting in TLS", "more of it"],
@@ -457,6 +457,12 @@ def test_metrics_count_what_was_done(server: Running) -> None:
     assert after["process_resident_memory_bytes"] > 10**7
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_probes_ask_for_heads(server: Running, path: str) -> None:
+    reply = server.ask(path, method="HEAD")
+    assert (reply.status, reply.raw) == (200, b"")
+
+
 def test_ids_of_requests(server: Running) -> None:
     assert server.ask("/health", X_Request_Id="mine-7").headers["x-request-id"] == "mine-7"
     made = server.ask("/health", X_Request_Id="a b\x01").headers["x-request-id"]
@@ -487,6 +493,25 @@ def test_the_log_has_a_line_a_request_and_no_text_unless_asked(
     written = json.dumps(lines)
     assert ("Tell me of Lily." in written) == log_text
     assert (json.dumps(said)[1:-1] in written) == log_text
+
+
+def test_a_failure_has_an_id_a_status_and_one_traceback(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: str) -> None:
+        raise RuntimeError("a planted failure")
+
+    monkeypatch.setattr(server.served, "check", fails)
+    with caplog.at_level(logging.INFO):
+        reply = server.complete()
+        # Its line is written once it was sent.
+        while not any(record.getMessage() == "answered" for record in caplog.records[-3:]):
+            time.sleep(0.01)
+    assert (reply.status, reply.body["error"]["type"]) == (500, "server_error")
+    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    own = [line for line in lines if line.get("request_id") == reply.headers["x-request-id"]]
+    assert [line.get("status") for line in own] == [None, 500]
+    assert json.dumps(lines).count("RuntimeError: a planted failure") == 1
 
 
 def test_a_broken_engine_is_no_health() -> None:

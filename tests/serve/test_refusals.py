@@ -211,6 +211,7 @@ BY_NAME: list[Any] = [
     (Running.respond, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", ""),
     (Running.respond, {"tools": [{"type": "web_search"}]}, "tools", ""),
     (Running.respond, {"input": [IMAGE]}, "input", ""),
+    (Running.respond, {"input": [{"type": "picture"}]}, "input", "does not match"),
     (Running.respond, {"colour": 1}, "colour", ""),
     (Running.respond, {"temperature": 1e-38}, "temperature", ""),
     (Running.respond, {"metadata": {"a": "\ud800"}}, "metadata", ""),
@@ -234,6 +235,8 @@ def test_refused_by_name(bare: Running, ask: Any, fields: dict[str, Any], param:
     error = reply.body["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert words in error["message"]
+    assert "lambda" not in error["message"]
+    assert reply.body["type"] == "error"
     assert ask is not Running.respond or " max_tokens" not in error["message"]
 
 

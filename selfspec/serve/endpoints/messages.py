@@ -203,7 +203,7 @@ class MessageForm(ItemsForm):
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[str]:
-        yield _event("error", **error.body)
+        yield event(error.body, "error")
 
     def opened(self, call: ToolCall | None) -> Iterable[str]:
         self._index += 1
