@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, stock
+from helpers.drafting import GREEDY, Remembering, stock
 from helpers.joints import small
 from helpers.reference import Calls
 from helpers.saved_folders import Change, rewrite
@@ -425,3 +425,13 @@ def test_a_context_that_lost_its_place_is_not_known_by_the_candidates_of_another
     assert found.candidates.tolist() == [[NONE, NONE], [6, 9]]
     table.learn_text([1, 7])
     assert table.find(np.array([[1], [2]])).candidates.tolist() == [[7, NONE], [NONE, NONE]]
+
+
+@pytest.mark.parametrize("draft", ["recycle", "suffix"])
+def test_processors_with_memory_get_a_chain(llama: PreTrainedModel, draft: str) -> None:
+    spec, ids = selfspec.wrap(llama, draft, draft_length=5), tiny.prompt(9)
+    options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Remembering()]), "max_new_tokens": 32}
+    for _ in range(2):
+        output = spec.generate(ids, **GREEDY, **options)
+        assert torch.equal(output.sequences, stock(llama, ids, 32))
+    assert output.stats.accepted > 0
