@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import currentframe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ _OF_THE_MODEL = frozenset(
 
 def wrap(
     model: nn.Module,
-    draft: Drafter | Profile | str | None = None,
+    draft: Drafter | Profile | str | Literal[False] | None = None,
     *,
     draft_length: int | Control | None = None,
     accept: str | Rule | None = None,
@@ -100,7 +100,8 @@ def wrap(
     Args:
         model: a causal LM of a supported architecture; wrappers of `torch.compile` and PEFT are removed first.
         draft: a drafter such as `EarlyExit`, its name as on the command line, or a `Profile`; "auto" reads the profile
-            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" another one; None is plain decoding.
+            that `selfspec calibrate` wrote for this model and machine, "auto:FILE" another one; None or
+            False is plain decoding.
         draft_length: tokens drafted each round, at least 1, or a control such as `ConfidenceStop`; None is `CostAware`,
             which drafts as many tokens as pay.
         accept: the rule that judges drafts, or its name, as `selfspec drafts` and docs/exactness.md list them; None is
@@ -414,7 +415,7 @@ class SelfSpeculative:
             del self._memories[drafter]
 
     def drafting(
-        self, draft: Drafter | Profile | str | None, draft_length: int | Control | None = None
+        self, draft: Drafter | Profile | str | Literal[False] | None, draft_length: int | Control | None = None
     ) -> SelfSpeculative:
         """Return a wrapper of the same model with another draft; both share recordings and substitutes.
 
@@ -654,7 +655,11 @@ def _named(draft: Drafter | str | bool) -> Drafter | bool:
     )
 
 
-def _drafting(model: PreTrainedModel, draft: Drafter | Profile | str | None) -> Drafter | Profile | None:
+def _drafting(
+    model: PreTrainedModel, draft: Drafter | Profile | str | Literal[False] | None
+) -> Drafter | Profile | None:
+    if draft is False:
+        return None
     return named_draft(model, draft) if isinstance(draft, str) else draft
 
 

@@ -176,6 +176,12 @@ def test_a_wrapper_says_what_it_is(llama: PreTrainedModel) -> None:
     assert repr(spec).endswith(", unwrapped)")
 
 
+def test_no_draft_is_written_as_load_has_it(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, draft=False)
+    assert spec.draft is None
+    assert spec.drafting("exit:2").drafting(False).draft is None
+
+
 def test_a_wrapper_answers_as_its_model_does(llama: PreTrainedModel) -> None:
     spec = selfspec.wrap(llama)
     assert spec.config is llama.config
