@@ -22,8 +22,12 @@ from selfspec.kernels.trial import runs_triton
 from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.cuda_graphs import Recorder
 
-# Of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B: outputs and inputs.
-_SHAPES = ((576, 576), (1536, 576), (2048, 2048), (8192, 2048), (2048, 8192), (128_256, 2048), (4096, 4096))
+# Outputs and inputs: of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B.
+_SHAPES = (
+    *((576, 576), (1536, 576)),
+    *((2048, 2048), (8192, 2048), (2048, 8192), (128_256, 2048)),
+    *((1024, 4096), (4096, 4096), (14_336, 4096), (4096, 14_336)),
+)
 NO_TRITON = "kernels in Triton run neither on a CPU nor on CUDA devices of a capability below 8.0"
 """Why there is no figure of them."""
 

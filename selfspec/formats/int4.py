@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from selfspec.errors import DraftConfigError
 from selfspec.formats.packed import Packed, dense, fixed, some_rows
@@ -28,6 +29,8 @@ from selfspec.kernels import native
 _GROUPS = (32, 64, 128, 256)
 # ATen's kernel on a CUDA device takes multiples of these.
 _ATEN_INPUTS, _ATEN_OUTPUTS = 128, 8
+# Inputs of a block of words for kernels in Triton.
+_BLOCK = 128
 # A multiple of the rows in any block of ATen's kernels.
 _ROWS_AT_ONCE = 1024
 # Times that scales and zeros are fitted to their levels: this lowers the squared error by an eighth.
@@ -43,7 +46,7 @@ class Int4Linear(RoundedLinear):
         self.group_size = self.in_features // scales.shape[1]
         self.kernels = self._fastest(levels.device)
         if self.kernels is Kernels.TRITON:
-            self.levels, self.scales, self.zeros = map(fixed, (levels, scales, zeros))
+            self.levels, self.scales = map(fixed, for_triton(levels, scales, zeros))
         elif self.kernels is Kernels.NATIVE:
             # Only some rows at a time: copies of a whole head would take more memory than its substitute.
             parts = zip(*(part.split(_ROWS_AT_ONCE) for part in (levels, scales, zeros)), strict=True)
@@ -54,24 +57,36 @@ class Int4Linear(RoundedLinear):
 
     def _fastest(self, device: torch.device) -> Kernels:
         kernels = kernels_of(device)
-        aten_takes = self.in_features % _ATEN_INPUTS == 0 == self.out_features % _ATEN_OUTPUTS
-        # ATen's kernels are a little faster than those in Triton, but they do not take every size.
-        if (kernels is Kernels.NATIVE and self.group_size != native.GROUP_SIZE) or (
-            kernels is Kernels.TRITON and aten_takes
-        ):
-            return Kernels.ATEN
-        return kernels
+        native_takes = self.group_size == native.GROUP_SIZE
+        return Kernels.ATEN if kernels is Kernels.NATIVE and not native_takes else kernels
 
     def product(self, states: Tensor) -> Tensor:
         if self.kernels is Kernels.NATIVE:
             held = (self.levels, self.factors)
             return native.few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
         if self.kernels is Kernels.TRITON:
-            return by_triton(states, self.factors, self.levels, self.scales, self.zeros)
+            return by_triton(states, self.factors, self.levels, self.scales)
         on_cpu = states.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
         packed = (self.levels, self.group_size, self.scales_and_zeros)
         return by_aten(lambda rows: kernel(rows, *packed), self.scaled(states))
+
+
+def for_triton(pairs: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """Return levels, `[out, words]`, as `triton_products` reads them, and scales with zeros, `[out, groups, 2]`."""
+    # Groups of no inputs fill up the last block.
+    more = -pairs.shape[1] % (_BLOCK // 2)
+    groups = functional.pad(torch.stack([scales, zeros], -1), (0, 0, 0, more * scales.shape[1] // pairs.shape[1]))
+    # Only some rows at a time: they are laid out in several steps.
+    some = (_in_words(functional.pad(rows, (0, more))) for rows in pairs.split(_ROWS_AT_ONCE))
+    return torch.cat(list(some)), groups.contiguous()
+
+
+def _in_words(pairs: Tensor) -> Tensor:
+    # Bytes with the first of two in the lower bits: four of them are a word.
+    swapped = (pairs >> 4 | pairs << 4).unflatten(1, (-1, 4, 4, 4))
+    words: Tensor = swapped.transpose(2, 3).contiguous().view(torch.int32).flatten(1)
+    return words
 
 
 def _for_aten(pairs: Tensor) -> Tensor:
@@ -122,7 +137,10 @@ class Int4(Rounded):
         return Packed(torch.Size(shape), parts)
 
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
-        return shape[-1] % self.group_size == 0
+        if shape[-1] % self.group_size or device is None or device.type != "cuda":
+            return shape[-1] % self.group_size == 0
+        aten_takes = shape[-1] % _ATEN_INPUTS == 0 == shape[-2] % _ATEN_OUTPUTS
+        return kernels_of(device) is Kernels.TRITON or aten_takes
 
     @property
     def sizes(self) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from selfspec.formats.packed import Packed, fixed
 from selfspec.formats.rounding import (
@@ -32,7 +33,10 @@ class Int8Linear(RoundedLinear):
         super().__init__(packed, bias, dtype)
         if not _takes(self.in_features, packed["levels"].device):
             raise RuntimeError(f"{self.in_features} inputs: ATen's kernel takes multiples of {_ATEN_INPUTS}")
-        self.levels = fixed(packed["levels"])
+        levels = packed["levels"]
+        # Kernels in Triton read 16 at once.
+        more = -self.in_features % 16 if self.kernels is Kernels.TRITON else 0
+        self.levels = fixed(functional.pad(levels, (0, more)) if more else levels)
         scales = packed["scales"]
         self.scales = fixed(scales.float() if self.kernels is Kernels.NATIVE else scales)
 
@@ -41,7 +45,7 @@ class Int8Linear(RoundedLinear):
             held = (self.levels, None, self.scales, self.factors)
             return native.few_at_a_time(lambda some: native.few_rows(some, *held), states)
         if self.kernels is Kernels.TRITON:
-            return by_triton(states, self.factors, self.levels, self.scales, None)
+            return by_triton(states, self.factors, self.levels, self.scales)
         product = torch.ops.aten._weight_int8pack_mm
         return by_aten(lambda rows: product(rows, self.levels, self.scales), self.scaled(states))
 

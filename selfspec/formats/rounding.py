@@ -136,12 +136,12 @@ class RoundedLinear(PackedLinear):
         return (states * self.factors).to(states.dtype)
 
 
-def by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
     """Multiply states, `[..., in]` to `[..., out]`, in Triton."""
     # Triton is not installed everywhere.
     from selfspec.kernels.triton_products import low_bits_product
 
-    return in_rows(lambda rows: low_bits_product(rows, factors, levels, scales, zeros), states)
+    return in_rows(lambda rows: low_bits_product(rows, factors, levels, scales), states)
 
 
 def by_aten(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

@@ -23,16 +23,21 @@ from selfspec.accept import TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
 from selfspec.draft import Draft
-from selfspec.formats import planes, upper
+from selfspec.formats import int4, int8, planes, rounding, upper
 from selfspec.formats.format import formats
+from selfspec.formats.int4 import Int4Linear
+from selfspec.formats.int8 import Int8Linear
 from selfspec.formats.packed import Packed
 from selfspec.formats.planes import Planes, PlanesLinear
 from selfspec.formats.rounding import Kernels
 from selfspec.formats.upper import Upper, UpperLinear
 from selfspec.kernels import native
 
-PRODUCTS = [(64, 128), (70, 96), (5, 576), (33, 2080)]
+PRODUCTS = [(64, 128), (70, 96), (5, 768), (33, 2080)]
+# Of inputs that no group divides.
+IN_8_BITS = [(9, 37)]
 ROWS = [1, 3, 16, 17]
+GROUPS = (64, 128, 256)
 PRODUCT_OFF_BY = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -46,15 +51,28 @@ def values(rounded: Packed) -> Tensor:
     return (levels - 8) * scales + zeros
 
 
-def check_product(bits: int, rows: int, dtype: torch.dtype, device: str) -> None:
+def held_by_triton(rounded: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """What a product in Triton reads: factors, levels and scales as a layer keeps them."""
+    with ExitStack() as inside:
+        for module in (int4, int8, rounding):
+            inside.enter_context(mock.patch.object(module, "kernels_of", return_value=Kernels.TRITON))
+        layer = (Int4Linear if "zeros" in rounded.parts else Int8Linear)(rounded, None, torch.float32)
+    return layer.factors, layer.levels, layer.scales
+
+
+def check_product(bits: int, rows: int, dtype: torch.dtype, device: str, group: int = 32) -> None:
     """Products of all sizes, of states that are not contiguous, are those of what the rounded weights say."""
     from selfspec.kernels.triton_products import low_bits_product
 
-    for outputs, inputs in PRODUCTS:
+    for outputs, inputs in PRODUCTS + IN_8_BITS * (bits == 8):
+        if bits == 4 and inputs % group:
+            continue
         kind: Any = formats()[f"int{bits}"]
-        rounded = kind().pack((torch.randn(outputs, inputs) * torch.rand(inputs)).to(device))
+        rounded = (kind() if bits == 8 else kind(group)).pack(
+            (torch.randn(outputs, inputs) * torch.rand(inputs)).to(device)
+        )
         states = torch.randn(rows, 2 * inputs).to(device, dtype)[:, ::2]
-        found = low_bits_product(states, *map(rounded.parts.get, ("factors", "levels", "scales", "zeros")))
+        found = low_bits_product(states, *held_by_triton(rounded))
         expected = (states.double() * rounded["factors"].double()) @ values(rounded).T
         assert found.dtype == dtype
         off = (found.double() - expected).norm() / expected.norm()
@@ -374,6 +392,8 @@ def products() -> None:
                 # The interpreter multiplies matrices in bfloat16 as if they were integers.
                 if rows == 1 or dtype != torch.bfloat16:
                     check_product(bits, rows, dtype, "cpu")
+    for group, rows in product(GROUPS, (1, 3)):
+        check_product(4, rows, torch.float32, "cpu", group)
 
 
 def attention() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from selfspec.runtime.few_rows import for_grouped_queries
 triton = pytest.importorskip("triton")
 
 from selfspec.kernels import triton_planes as module_of_planes  # noqa: E402
+from selfspec.kernels import triton_products as module_of_products  # noqa: E402
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
 from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
 from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
@@ -60,14 +62,6 @@ def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr
 
 
-def _groups_of_other_sizes(group: int) -> None:
-    rounded = Int4(group).pack(torch.randn(24, 640).to("cuda"))
-    states = torch.randn(2, 640, device="cuda")
-    found = low_bits_product(states, rounded["factors"], rounded["levels"], rounded["scales"], rounded["zeros"])
-    expected = (states.double() * rounded["factors"].double()) @ triton_checks.values(rounded).T
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
-
-
 SEEN, DTYPES = ((None, False), (20, False), (None, True)), tuple(triton_checks.ATTENTION_OFF_BY)
 ON_A_DEVICE: dict[Callable[..., None], Iterable[tuple[Any, ...]]] = {
     triton_checks.check_attention: [
@@ -79,11 +73,13 @@ ON_A_DEVICE: dict[Callable[..., None], Iterable[tuple[Any, ...]]] = {
     triton_checks.check_norms: [(dtype, "cuda") for dtype in DTYPES if dtype != torch.float64],
     triton_checks.check_rotary: product(DTYPES, ["cuda"]),
     triton_checks.check_verdicts: [(*sizes, "cuda") for sizes in triton_checks.VERDICTS],
-    triton_checks.check_product: product((8, 4), triton_checks.ROWS, triton_checks.PRODUCT_OFF_BY, ["cuda"]),
+    triton_checks.check_product: [
+        *product((8, 4), triton_checks.ROWS, triton_checks.PRODUCT_OFF_BY, ["cuda"]),
+        *product((4,), (1, 3), (torch.float32,), ["cuda"], triton_checks.GROUPS),
+    ],
     triton_checks.check_bits_of_planes: [("cuda",)],
     triton_checks.check_planes: product(triton_checks.PLANE_ROWS, triton_checks.PLANES_OFF_BY, ["cuda"]),
     triton_checks.check_order_of_planes: product(triton_checks.PLANE_ROWS, triton_checks.PLANES_OFF_BY, ["cuda"]),
-    _groups_of_other_sizes: [(64,), (128,)],
 }
 
 
@@ -101,12 +97,11 @@ def test_a_device_gives_what_torch_gives(check: Callable[..., None], given: tupl
     check(*given)
 
 
-def test_sizes_that_atens_kernel_for_four_bits_does_not_take_are_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_triton_runs_its_products_are_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (int4, int8, rounding):
         monkeypatch.setattr(module, "kernels_of", lambda _: Kernels.TRITON)
-    large, small = (Int4().pack(torch.randn(16, inputs)) for inputs in (256, 576))
-    assert Int4Linear(small, None, torch.float32).kernels is Kernels.TRITON
-    assert Int4Linear(large, None, torch.float32).kernels is Kernels.ATEN
+    for inputs in (256, 576):
+        assert Int4Linear(Int4().pack(torch.randn(16, inputs)), None, torch.float32).kernels is Kernels.TRITON
     odd = Int8().pack(torch.randn(16, 40))
     assert Int8Linear(odd, None, torch.float32).kernels is Kernels.TRITON
 
@@ -131,12 +126,35 @@ def test_attention_over_few_tokens_without_gradients_is_for_triton(
 
 
 @dataclass
+class Code:
+    """What a kernel was compiled to, for one device."""
+
+    ptx: str
+    cubin: bytes
+
+    @property
+    def loops(self) -> list[str]:
+        """Loops of the kernel."""
+        lines = self.ptx.splitlines()
+        starts = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"(\$L\w+):", line.strip()))}
+        ends = ((at, label) for at, line in enumerate(lines) for label in re.findall(r"\bbra\S*\s+(\$L\w+);", line))
+        return ["\n".join(lines[starts[label] : at]) for at, label in ends if starts[label] < at]
+
+    def use(self, path: Path) -> dict[str, int]:
+        """Registers of a thread, and bytes of the stack that it spills to."""
+        path.write_bytes(self.cubin)
+        tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+        words = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        return {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", words)}
+
+
+@dataclass
 class Compiling:
     """Stands for a kernel: where it is launched, it is compiled for each device, and not run."""
 
     kernel: Any
     compiled: set[str]
-    ptx: list[str] = field(default_factory=list)
+    made: list[Code] = field(default_factory=list)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.compile
@@ -155,7 +173,7 @@ class Compiling:
             target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
             made = triton.compile(source, target=target, options=options)
             assert made.asm["cubin"]
-            self.ptx.append(made.asm["ptx"])
+            self.made.append(Code(made.asm["ptx"], made.asm["cubin"]))
             assert made.metadata.shared <= shared, (self.kernel.__name__, capability, signature, constants)
         self.compiled.add(self.kernel.__name__)
 
@@ -187,14 +205,8 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
         queries, keys = (torch.zeros(1, *sizes, width, dtype=dtype) for sizes in ((4, tokens), (2, slots)))
         block_attention(queries, keys, keys, torch.zeros(1, 1, tokens, slots, dtype=masked_by), 0.1)
     for bits, rows in product((8, 4), (1, 3)):
-        rounded = formats()[f"int{bits}"]().pack(torch.zeros(64, 128))
-        low_bits_product(
-            torch.zeros(rows, 128, dtype=dtype),
-            rounded["factors"],
-            rounded["levels"],
-            rounded["scales"],
-            rounded.parts.get("zeros"),
-        )
+        rounded = formats()[f"int{bits}"]().pack(torch.zeros(64, 2304))
+        low_bits_product(torch.zeros(rows, 2304, dtype=dtype), *triton_checks.held_by_triton(rounded))
     planes = {part: Planes().pack(torch.zeros(64, 128))[part] for part in triton_checks.PLANE_PARTS}
     for rows, parts in product((1, 3), (triton_checks.PLANE_PARTS, ("upper", "rows"))):
         product_in_planes(torch.zeros(rows, 128, dtype=dtype), *map(planes.get, parts))
@@ -213,17 +225,83 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
     assert compiled == every - ({"normalize_token"} if dtype == torch.float64 else set())
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("parts", [triton_checks.PLANE_PARTS, ("upper", "rows")], ids=["whole", "upper"])
-def test_one_row_over_planes_reads_16_bytes_at_once_and_waits_for_no_thread(
-    parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiling = Compiling(module_of_planes.few_rows_in_planes, set())
-    monkeypatch.setattr(module_of_planes, "few_rows_in_planes", compiling)
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, module: Any, kernel: str, launch: Callable[[], object]
+) -> list[Code]:
+    """What a kernel of a module is compiled to where it is launched, for each device."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    compiling = Compiling(getattr(module, kernel), set())
+    monkeypatch.setattr(module, kernel, compiling)
+    launch()
+    assert len(compiling.made) == len(TARGETS)
+    return compiling.made
+
+
+def by_planes(parts: tuple[str, ...], rows: int, dtype: torch.dtype) -> Tensor:
     planes = Planes().pack(torch.zeros(64, 192))
-    product_in_planes(torch.zeros(1, 192, dtype=torch.bfloat16), *map(planes.parts.get, parts))
-    assert len(compiling.ptx) == len(TARGETS)
-    for ptx in compiling.ptx:
-        assert not re.search(r"bar\.sync|barrier|(ld|st)\.(shared|local)", ptx)
-        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= (3 if "lower" in parts else 2)
+    found: Tensor = product_in_planes(torch.zeros(rows, 192, dtype=dtype), *map(planes.parts.get, parts))
+    return found
+
+
+def by_few_bits(bits: int, rows: int, dtype: torch.dtype) -> Tensor:
+    rounded = formats()[f"int{bits}"]().pack(torch.zeros(64, 192))
+    found: Tensor = low_bits_product(torch.zeros(rows, 192, dtype=dtype), *triton_checks.held_by_triton(rounded))
+    return found
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("module", "kernel", "launch", "narrow"),
+    [
+        # Escapes are read one by one, once before the loop and once in it.
+        (module_of_planes, "few_rows_in_planes", partial(by_planes, triton_checks.PLANE_PARTS, 1, torch.bfloat16), 1),
+        (module_of_planes, "few_rows_in_planes", partial(by_planes, ("upper", "rows"), 1, torch.bfloat16), 0),
+        *(
+            (module_of_products, "one_row", partial(by_few_bits, bits, 1, dtype), 0)
+            for bits, dtype in product((8, 4), (torch.bfloat16, torch.float32))
+        ),
+    ],
+    ids=["planes", "upper plane", *(f"{bits} bits, {dtype}" for bits, dtype in product((8, 4), ("bf16", "float32")))],
+)
+def test_one_row_reads_16_bytes_at_once_and_waits_for_no_thread_while_it_does(
+    module: Any,
+    kernel: str,
+    launch: Callable[[], Tensor],
+    narrow: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for code in compiled(monkeypatch, tmp_path, module, kernel, launch):
+        main = max(code.loops, key=len)
+        assert not re.search(r"bar\.|barrier|shfl|(ld|st)\.(shared|local)", main)
+        loads = re.findall(r"ld\.global\S*\.b\d+", main)
+        assert sum(not load.endswith(".v4.b32") for load in loads) == narrow, loads
+        use = code.use(tmp_path / "cubin")
+        assert use["STACK"] == use["LOCAL"] == 0
+        assert use["REG"] <= 168
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_several_rows_spill_nothing(
+    bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch = partial(by_few_bits, bits, 3, dtype)
+    for code in compiled(monkeypatch, tmp_path, module_of_products, "few_rows", launch):
+        use = code.use(tmp_path / "cubin")
+        assert use["STACK"] == use["LOCAL"] == 0
+        assert use["REG"] <= 128
+        # Weights are copied past registers, 16 bytes at once.
+        assert "cp.async.cg.shared.global" in code.ptx
+
+
+def test_a_sum_is_split_where_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = mock.MagicMock()
+    for kernel in ("few_rows", "add_parts"):
+        monkeypatch.setattr(module_of_products, kernel, launched)
+    for outputs, inputs in ((1024, 4096), (4096, 4096), (1024, 256)):
+        levels = torch.zeros(outputs, inputs, dtype=torch.int8)
+        low_bits_product(torch.zeros(3, inputs), torch.ones(inputs), levels, torch.ones(outputs).bfloat16())
+    grids = [call.args[0] for call in launched.__getitem__.call_args_list]
+    assert grids == [(32, 1, 4), (12,), (128, 1, 1), (32, 1, 1)]
