@@ -20,7 +20,7 @@ from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError, UnsupportedModelError
 from selfspec.measure import acceptance as module
-from selfspec.measure.acceptance import ExitFigures, Readout, teacher_forced
+from selfspec.measure.acceptance import Readout, teacher_forced
 from selfspec.measure.own_text import Continuation, continued, cycle_share
 from selfspec.measure.teacher_forced import (
     DraftPath,
@@ -130,15 +130,6 @@ def test_substitutes_of_a_file_are_the_files(tmp_path: Path) -> None:
     drafts = {"file": LowPrecision.from_file(tmp_path / "m4"), "made": LowPrecision(4, group_size=64)}
     apart = [teacher_forced(model, adapter, {name: draft}, [text])[name] for name, draft in drafts.items()]
     assert apart[0].alpha(1.0).value != apart[1].alpha(1.0).value
-
-
-def test_alpha_is_one_minus_the_total_variation() -> None:
-    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]), torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
-    figures = ExitFigures()
-    figures.add(p.log()[:1], q.log()[:1])
-    figures.add(p.log()[1:], q.log()[1:])
-    assert figures.alpha() == pytest.approx((0.7 + 1.0) / 2)
-    assert figures.alpha(0.0) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,6 @@ def test_rows_at_different_places_are_timed_beside_rows_that_stand_alike(
     assert costs.to_dict()["out_of_step"]["value"] == pytest.approx(slower)
 
 
-@pytest.mark.tools
-def test_rows_of_a_batch_are_measured_together(planted: PreTrainedModel, clock: Clock) -> None:
-    costs = _measured(planted, clock, batch=3, temperature=0.8, lengths=(2,))
-    assert costs.batch == 3
-    assert set(costs.verify["exit:1"]) == {3}
-    assert costs.draft["exit:1"].value == pytest.approx(1.5 / 4.5)
-
-
 def test_what_a_round_does_beside_passes_is_the_overhead(
     planted: PreTrainedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -696,7 +696,7 @@ CATALOGUE = (
     # What the server says of a text.
     Mutation("a text is scored in pieces, each from an empty state", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "tables_change(_1, _2, _3)", ("test_positions.py", "test_served.py")),
+        "tables_change(_1, _2, _3)", ("test_positions.py", "test_completions.py")),
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
         "with_states and any(width > 1 for width in widths[1:])", ("test_positions.py",)),

@@ -42,7 +42,6 @@ from selfspec.tools.lab.table import (
     SublayerPrices,
     best_length,
     costs_asked,
-    find_costs,
     pareto_front,
     prices_by_measurement,
     prices_by_weights,
@@ -82,23 +81,6 @@ def test_the_front_holds_what_nothing_beats(studied: StudiedModel) -> None:
     assert max(row["alpha"] for row in found) == front[-1]["alpha"]
     for row in front:
         assert not any(other["alpha"] >= row["alpha"] and other["c"] <= row["c"] and other != row for other in found)
-
-
-@pytest.mark.tools
-def test_an_interrupted_search_continues_and_repeats_nothing(studied: StudiedModel, tmp_path: Path) -> None:
-    space = _space(studied, 1, 4)
-
-    def interrupt(known: int, of: int, share: float) -> None:
-        if known >= 16:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        search(studied, STUDY, space, 24, Runs(tmp_path), interrupt)
-    assert 12 <= len(Runs(tmp_path).of_kind("estimate")) < 24
-    found = search(studied, STUDY, space, 24, Runs(tmp_path))
-    assert len(found) == 24
-    assert len(Runs(tmp_path).of_kind("estimate")) == 24
-    assert found == search(studied, STUDY, space, 24)
 
 
 def test_a_search_takes_over_what_a_study_found_and_leaves_other_sets_alone(
@@ -195,26 +177,6 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     target = prices.target
     assert [target.verify, target.widening, target.overhead] == pytest.approx([1.0, 0.1, 0.05])
     assert prices.step_seconds == 0.01
-
-
-@pytest.mark.tools
-def test_timed_prices_of_a_model_are_in_order() -> None:
-    studied = stories_loader()("")
-    drafts = ("exit:1", "exit:4", "skip:attn=1", "lookup+int8", "lookup")
-    asked = costs_asked(studied, drafts, "measured")
-    prices = Prices.of(Run(asked, find_costs(studied, drafts, asked)))
-    # What is not put together from sublayers is timed.
-    assert list(prices.known) == ["int8"]
-    for name in ("exit:1", "exit:4", "skip:attn=1"):
-        c = prices.draft(_judged(name))
-        assert c.low <= c.value <= c.high
-    c = prices.draft(_judged("lookup+int8", path="int8"))
-    assert c.low < c.value < c.high
-    assert prices.draft(_judged("lookup", path=None, cost=0.0)).value == 0
-    assert prices.of_draft(_judged("exit:1")).draft < prices.of_draft(_judged("exit:4")).draft
-    assert prices.step_seconds is not None
-    assert prices.step_seconds > 0
-    assert 0 < prices.costs(LayerPath.full(studied.depth)).draft < 3
 
 
 def test_prices_add_up_to_a_plain_step() -> None:

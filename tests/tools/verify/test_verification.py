@@ -141,14 +141,6 @@ def test_as_many_steps_are_told_as_were_announced(llama: PreTrainedModel) -> Non
     assert announced == len(steps)
 
 
-@pytest.mark.tools
-def test_the_default_drafts_are_a_spread(llama: PreTrainedModel) -> None:
-    report = verify(llama, [tiny.prompt(5)], settings=replace(TEXTS, max_new_tokens=4))
-    names = [draft.name for draft in report.drafts]
-    assert names == ["none", "exit:2", "exit:3", "skip:layers=2", "skip:attn=1", "skip:mlp=2"]
-    assert report.exactness is Exactness.EXACT
-
-
 def test_generation_defaults_of_the_model_play_no_part(llama: PreTrainedModel) -> None:
     llama.generation_config = GenerationConfig(repetition_penalty=1.5, top_k=3, min_p=0.2, do_sample=True, num_beams=3)
     report = verified(llama, [tiny.prompt(5)], TEXTS, [selfspec.drafts.EarlyExit(2)])
