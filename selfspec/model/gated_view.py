@@ -182,13 +182,17 @@ def _substituted(
     """Return the layers, with substitutes in the sublayers that the path runs in fewer bits."""
     changed = list(layers)
     prefix = ".".join(adapter.path(model))
-    for sublayer in sorted(path.substituted):
-        layer = changed[sublayer.layer]
-        for name in adapter.modules_of(layer, sublayer.part):
-            module = layer.get_submodule(name)
-            other = substitutes.within(module, f"{prefix}.{sublayer.layer}.{name}", copy)
-            if other is not module:
-                changed[sublayer.layer] = layer = view_with_parts(layer, {name: other})
+    runs = [
+        (each.layer, name, f"{prefix}.{each.layer}.{name}")
+        for each in sorted(path.substituted)
+        for name in adapter.modules_of(layers[each.layer], each.part)
+    ]
+    unchanged = substitutes.unchanged(((layers[index].get_submodule(name), of) for index, name, of in runs), copy)
+    for index, name, of in runs:
+        module = changed[index].get_submodule(name)
+        other = substitutes.within(module, of, copy, unchanged)
+        if other is not module:
+            changed[index] = view_with_parts(changed[index], {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
         raise no_substitutes(model, copy.format)
     return changed

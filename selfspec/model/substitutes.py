@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from hashlib import blake2b
@@ -105,13 +106,14 @@ class _Made:
         """Return whether it was made from these weights, whatever their values are now."""
         return self.places == tuple(product.place for product in products)
 
+    def may_fit(self, products: Sequence[_Product]) -> bool:
+        """Return whether it was made from these weights, and no operation has changed them since."""
+        return self.lies_at(products) and self.versions == tuple(product.version for product in products)
+
     def fits(self, products: Sequence[_Product]) -> bool:
         """Return whether it was made from the present values of these weights."""
-        return (
-            self.lies_at(products)
-            and self.versions == tuple(product.version for product in products)
-            and all(torch.equal(one.sample, other) for one, other in zip(products, self.samples, strict=True))
-        )
+        samples = zip(products, self.samples, strict=True)
+        return self.may_fit(products) and all(torch.equal(one.sample, other) for one, other in samples)
 
 
 class Substitutes:
@@ -184,13 +186,33 @@ class Substitutes:
         with self._lock:
             self._keep(module, name, copy, [self._packed(name, weight, own or copy) for weight in laid_out], own)
 
-    def within(self, module: nn.Module, name: str, copy: WeightCopy) -> nn.Module:
+    def unchanged(self, parts: Iterable[tuple[nn.Module, str]], copy: WeightCopy) -> Collection[str]:
+        """Return the names of those of parts, with names in the model, whose substitutes fit the weights as they are.
+
+        All are compared at once: each comparison waits for the device. If one does not fit, the rest are left out too.
+        """
+        names: dict[torch.device, list[str]] = defaultdict(list)
+        samples: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for name, module in ((name, each) for part, of in parts for name, each in part.named_modules(prefix=of)):
+            with self._lock:
+                made = self._made.get((copy, name))
+            products = _products(module)
+            if made is not None and products and made.may_fit(products):
+                device = made.samples[0].device
+                names[device].append(name)
+                samples[device] += zip((product.sample for product in products), made.samples, strict=True)
+        same = (torch.equal(*map(torch.cat, zip(*samples[device], strict=True))) for device in names)
+        return {name for fits, of in zip(same, names.values(), strict=True) if fits for name in of}
+
+    def within(
+        self, module: nn.Module, name: str, copy: WeightCopy, unchanged: Collection[str] = frozenset()
+    ) -> nn.Module:
         """Return a view of a part, `name` in the model, with substitutes for its layers; itself if it has none."""
-        substitute = self._substitute(module, name, copy)
+        substitute = self._made_for(module, name, copy, lambda weight: self._packed(name, weight, copy), unchanged)
         if substitute is not None:
             return substitute
         children = {
-            child_name: self.within(child, f"{name}.{child_name}", copy)
+            child_name: self.within(child, f"{name}.{child_name}", copy, unchanged)
             for child_name, child in module._modules.items()
             if child is not None
         }
@@ -204,17 +226,19 @@ class Substitutes:
         name = f"{self._head}, outputs {blake2b(rows.numpy(force=True).tobytes()).hexdigest()}"
         return self._made_for(head, name, copy, lambda weight: copy.format.pack_head(weight[rows.to(weight.device)]))
 
-    def _substitute(self, module: nn.Module, name: str, copy: WeightCopy) -> Substitute | None:
-        return self._made_for(module, name, copy, lambda weight: self._packed(name, weight, copy))
-
     def _made_for(
-        self, module: nn.Module, name: str, copy: WeightCopy, packed: Callable[[Tensor], Packed]
+        self,
+        module: nn.Module,
+        name: str,
+        copy: WeightCopy,
+        packed: Callable[[Tensor], Packed],
+        unchanged: Collection[str] = frozenset(),
     ) -> Substitute | None:
         """Return the substitute of a name for the weights as they are now; make it if needed."""
         products = _products(module)
         with self._lock:
             made = self._made.get((copy, name))
-            if made is None or not made.fits(products):
+            if made is None or not (name in unchanged or made.fits(products)):
                 if not products or not all(product.fits(copy.format) for product in products):
                     return None
                 made = self._keep(module, name, copy, [packed(product.weight) for product in products])

@@ -115,6 +115,19 @@ def test_greedy_text_is_the_models_own_and_a_round_waits_once(
     assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
 
 
+def test_substitutes_of_all_layers_are_compared_in_one_wait(accelerator: Accelerator) -> None:
+    ids, waits = prompts(accelerator, 1), []
+    for layers in (2, 4):
+        model = tiny.llama(**(SIZES | {"num_hidden_layers": layers})).to(accelerator.device)
+        spec = selfspec.wrap(model, "int8", draft_length=3, runtime=selfspec.runtime.Eager())
+        for _ in range(2):
+            with accelerator.counted() as counts:
+                spec.generate(ids, max_new_tokens=NEW, **GREEDY)
+        waits.append(sum("model/substitutes" in each for each in counts.waited))
+    # The layers', and the head's.
+    assert waits == [2, 2]
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_keys_are_chosen_without_a_wait_and_read_by_captured_passes(accelerator: Accelerator, rows: int) -> None:
     model = model_on(accelerator, max_position_embeddings=256)
