@@ -230,7 +230,9 @@ def test_a_substitute_follows_a_weight_that_changes_where_it_is(copied: WeightCo
     states, bias = torch.randn(3, 64), layer.bias.detach().clone()
     torch.testing.assert_close(first(states), layer(states), rtol=0.2, atol=0.1)
     before = first(states) - bias
+    assert substitutes.unchanged([(layer, "up")], copied) == {"up"}
     change(layer)
+    assert not substitutes.unchanged([(layer, "up")], copied)
     assert substitutes.within(layer, "up", copied) is first
     torch.testing.assert_close(first(states) - bias, 2 * before)
     assert torch.equal(layer.bias, bias)
