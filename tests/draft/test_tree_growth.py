@@ -19,7 +19,6 @@ from helpers import tiny
 from helpers.any_rounds import FIRST_WORD
 from helpers.drafting import GREEDY, Altered, Propose, Remembering, stock
 from helpers.exact import trees
-from helpers.joints import PAIR, THREE, Warp, holm_rejects, network, p_values
 from helpers.shrunken import shrunken
 from selfspec.cache.tree import Tree
 from selfspec.control.controller import Control, Controller
@@ -220,16 +219,6 @@ def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> Non
 def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
     scores = torch.tensor([[[0.0, 2.0]], [[0.0, torch.nan]], [[-torch.inf, -torch.inf]]])
     assert confidences_of(scores) == pytest.approx([1 / (1 + torch.tensor(-2.0).exp().item()), 0.0, 0.0])
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_follow_the_exact_joint(rule: str) -> None:
-    found = {}
-    for name, parents in (("fork", (-1, -1, 0, 0, 1)), ("uneven", (-1, -1, 1, 1, 1))):
-        spec = selfspec.wrap(network(width=16), EarlyExit(1), draft_length=Given(Tree(parents)), accept=rule)
-        (found[name],) = p_values(spec, Warp(), prompts=[PAIR], rows=4096, batches=1, tokens=THREE).values()
-    assert holm_rejects(found, 0.01) == []
 
 
 def test_a_model_that_reads_chains_alone_is_refused_before_any_pass() -> None:
