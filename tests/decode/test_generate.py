@@ -15,11 +15,15 @@ from helpers.captures import StandIn
 from helpers.drafting import Altered, Oracle, Propose, Remembering, poisoning
 from helpers.joints import (
     BATCHES,
+    MANY,
+    PAIR,
     PROMPTS,
     ROWS,
+    THREE,
     Warp,
     holm_rejects,
     joint,
+    network,
     p_value,
     p_values,
     padded,
@@ -27,7 +31,7 @@ from helpers.joints import (
 )
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
-from selfspec.draft import Budget, Drafter
+from selfspec.draft import Budget, Draft, Drafter
 from selfspec.runtime import Runtime
 
 
@@ -232,6 +236,50 @@ def test_scores_and_processors_follow_the_path(llama: PreTrainedModel) -> None:
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=0, check_dtype=False)
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="stateless = True"):
         spec.generate(ids, logits_processor=LogitsProcessorList([Remembering()]), **options)
+
+
+WARM, SHARP = Warp(temperature=1.5), Warp(temperature=0.7)
+FILTERED = Warp(temperature=1.4, top_k=4, top_p=0.85)
+
+
+def chance_by_q(draft: Draft) -> dict[tuple[int, ...], float]:
+    """The joint of drafted texts that the draft itself claims: q of each position given the tokens before it."""
+    assert draft.probs is not None
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for position in range(draft.length):
+        rows = {tuple(before): row for row, before in enumerate(draft.tokens[:, :position].tolist())}
+        texts = {
+            (*text, token): chance * probability
+            for text, chance in texts.items()
+            # A text that was never drafted has no q that could be looked at.
+            for token, probability in enumerate(draft.probs[rows[text], position].tolist() if text in rows else [1.0])
+        }
+    return texts
+
+
+DRAFTERS = (
+    selfspec.drafts.EarlyExit(1),
+    selfspec.drafts.LayerSkip(attention=[1]),
+    selfspec.drafts.LowPrecision(4),
+    selfspec.drafts.LowPrecision(8, fewer=selfspec.drafts.EarlyExit(1)),
+)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("drafter", "warp"), in_turns(DRAFTERS, (WARM, SHARP, FILTERED), mark=pytest.mark.statistical))
+def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: Warp) -> None:
+    kept: list[Draft] = []
+
+    def keeping(propose: Propose, batch: Any, budget: Budget) -> Draft:
+        kept.append(propose(batch, budget))
+        return kept[-1]
+
+    # Kernels in fewer bits take no smaller width.
+    width = 32 if isinstance(drafter, selfspec.drafts.LowPrecision) else 8
+    spec = selfspec.wrap(network(width=width), Altered(drafter, keeping), draft_length=THREE)
+    next(spec.stream(torch.tensor(PAIR).expand(2 * MANY, -1), max_new_tokens=THREE + 1, seed=0, **warp.options))
+    (draft,) = kept
+    assert p_value(map(tuple, draft.tokens.tolist()), chance_by_q(draft)) > 1e-3
 
 
 @pytest.mark.parametrize(
