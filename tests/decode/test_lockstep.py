@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import Altered, Propose, Remembering, Told, poisoning
+from helpers.drafting import Altered, Propose, Remembering, poisoning
+from helpers.joints import EOS, PROMPTS, Warp, p_values, small
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
-from selfspec.control import Controller
+from selfspec.control import Control, Controller
+from selfspec.control.costs import CostsByRows
 from selfspec.decode.judge import ended, within
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round
@@ -27,15 +30,27 @@ NEW = 60
 GOOD = selfspec.drafts.LayerSkip(mlp=[3])
 
 
+@dataclass(frozen=True)
+class InStep(Control):
+    """Keeps rows in step to the end; drafts end where no row is confident any more."""
+
+    longest: int = 3
+    threshold: float = 0.0
+
+    def begin(self, costs: CostsByRows) -> Controller:
+        return _InStep(self.longest, self.threshold)
+
+
 class _InStep(Controller):
+    def __init__(self, longest: int, threshold: float) -> None:
+        super().__init__(Budget.chain(longest))
+        self._threshold = threshold
+
+    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
+        return max(confidences()) >= self._threshold
+
     def keeps_lockstep(self) -> bool:
         return True
-
-
-class InStep(Told):
-    """Keeps rows in step to the end."""
-
-    controller = _InStep
 
 
 def committed(chunk: Round) -> set[int]:
@@ -127,6 +142,24 @@ def test_rows_of_different_lengths_are_not_brought_into_lockstep() -> None:
     kept, free = (next(selfspec.wrap(model, GOOD, draft_length=each).stream(ids, **options)) for each in (InStep(7), 7))
     assert kept == free
     assert len(committed(kept)) > 1
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("rows", "batches"), [(3, 400), (2048, 3)], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(
+    ("rule", "control", "eos"),
+    [
+        ("token", InStep(3), None),
+        ("token", InStep(3, threshold=0.45), EOS),
+        ("block", InStep(2), EOS),
+        ("block", InStep(3, threshold=0.45), None),
+    ],
+)
+def test_samples_follow_the_exact_joint(rule: str, control: Control, eos: int | None, rows: int, batches: int) -> None:
+    # Three rows are cut now and then, and at any place; of many, one is always rejected at once.
+    spec = selfspec.wrap(small(), selfspec.drafts.EarlyExit(2), draft_length=control, accept=rule)
+    (fit,) = p_values(spec, Warp(), eos, prompts=PROMPTS[:1], rows=rows, batches=batches).values()
+    assert fit > 0.0025
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

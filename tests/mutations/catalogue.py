@@ -115,7 +115,7 @@ CATALOGUE = (
         "tokens.append(drawn.token)",
         "low = drawn.q.gather(-1, drawn.token[..., None])[..., 0] < 0.2\n"
         "tokens.append(torch.where(low, drawn.q.argmax(-1), drawn.token))",
-        (_GROWN, "-k", "exact_joint")),
+        (_SAMPLES,)),
     Mutation("grown trees: a draft step reads the first draws of the level above, whoever has the children",
         "growth_of", "to_device([path[-1] for path in paths], device)",
         "to_device([path[-1] for path in paths][::-1], device)", (_GROWN, "-k", "stock_text")),
