@@ -190,14 +190,8 @@ def test_holm(p_values: list[float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
+def demo() -> PreTrainedTokenizerBase:
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(demo_folder())
-    return found
-
-
-@pytest.fixture(scope="module")
-def stories_tokenizer() -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(stories_folder())
     return found
 
 
@@ -253,30 +247,30 @@ def test_lines_that_are_no_objects(tmp_path: Path, content: str) -> None:
         parse_workloads(f"name={tmp_path / 'bad.jsonl'}")
 
 
-def test_documents_give_their_beginning_and_prompts_their_end(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_documents_give_their_beginning_and_prompts_their_end(demo: PreTrainedTokenizerBase) -> None:
     text = "import os\n\ndef walk(path):\n    return path\n" * 3
-    ids = tokenizer(text).input_ids
+    ids = demo(text).input_ids
     for whole, expected in ((True, ids[:12]), (False, ids[-12:])):
-        (prompts,) = Workload("w", (Text(text, whole),)).prompts(tokenizer, 1, 1, 12)
+        (prompts,) = Workload("w", (Text(text, whole),)).prompts(demo, 1, 1, 12)
         assert prompts.tolist() == [expected]
     # Short texts have others before them.
-    first, second = (tokenizer(text).input_ids for text in ("import os", "def walk"))
+    first, second = (demo(text).input_ids for text in ("import os", "def walk"))
     workload = Workload("w", (Text("import os", False), Text("def walk", False)))
     width = len(first) + len(second)
-    found = workload.prompts(tokenizer, 2, 1, width)
+    found = workload.prompts(demo, 2, 1, width)
     assert [each.tolist() for each in found] == [[second + first], [first + second]]
 
 
-def test_every_prompt_begins_as_texts_of_the_model_do(stories_tokenizer: PreTrainedTokenizerBase) -> None:
-    (prompts,) = Workload("w", (Text("Once upon a time there was a dog", False),)).prompts(stories_tokenizer, 1, 1, 6)
+def test_every_prompt_begins_as_texts_of_the_model_do(tokenizer: PreTrainedTokenizerBase) -> None:
+    (prompts,) = Workload("w", (Text("Once upon a time there was a dog", False),)).prompts(tokenizer, 1, 1, 6)
     assert prompts.shape == (1, 6)
-    assert prompts[0, 0] == stories_tokenizer.bos_token_id
-    assert (prompts[0, 1:] != stories_tokenizer.bos_token_id).all()
+    assert prompts[0, 0] == tokenizer.bos_token_id
+    assert (prompts[0, 1:] != tokenizer.bos_token_id).all()
 
 
 @pytest.mark.parametrize(("number", "batch", "shapes"), [(4, 1, [1] * 4), (4, 2, [2, 2]), (5, 2, [2, 2]), (1, 6, [6])])
-def test_batches(tokenizer: PreTrainedTokenizerBase, number: int, batch: int, shapes: list[int]) -> None:
-    found = built_in().prompts(tokenizer, number, batch, 10)
+def test_batches(demo: PreTrainedTokenizerBase, number: int, batch: int, shapes: list[int]) -> None:
+    found = built_in().prompts(demo, number, batch, 10)
     assert [each.shape for each in found] == [(rows, 10) for rows in shapes]
 
 

@@ -52,8 +52,7 @@ def served(template: ChatTemplate, text: str, at_once: bool) -> tuple[str, list[
     """What a client gets of an answer: its text, its calls, and in how many pieces these came."""
     tokenizer = template.tokenizer
     tokens = tokenizer(text, add_special_tokens=False).input_ids
-    tools = template.callable(SCHEMAS)
-    assert tools is not None
+    tools: Any = template.callable(SCHEMAS)
     choice = Choice(tokenizer, (1,), (), tools.reader(), frozenset(tools.shown))
     rounds = [tuple(tokens)] if at_once else [(token,) for token in tokens]
     pieces = [choice.take(Committed(each, None, 0, 0)) for each in rounds if each]
@@ -104,8 +103,7 @@ def test_calls_of_published_shapes(name: str, thinks: str, at_once: bool) -> Non
 def test_blanks_without_an_end_are_not_held_back(name: str) -> None:
     """What is held back is searched again with each token."""
     shape = PUBLISHED[name]
-    tools = ChatTemplate(shape.tokenizer).callable(SCHEMAS)
-    assert tools is not None
+    tools: Any = ChatTemplate(shape.tokenizer).callable(SCHEMAS)
     for begun in ("", "So"):
         reader = tools.reader()
         said = reader.push(begun).text + "".join(reader.push(blank).text for blank in " \n" * 500)
@@ -212,8 +210,7 @@ def test_arguments_are_of_the_types_that_they_may_have() -> None:
     given = {"a": "5", "b": "5", "c": "null", "d": "2.5", "e": "True", "f": "[1]", "g": " x"}
     text = PUBLISHED["qwen3-coder"].calls([("t", given)])
     template = ChatTemplate(PUBLISHED["qwen3-coder"].tokenizer)
-    tools = template.callable({"t": {"properties": schemas}})
-    assert tools is not None
+    tools: Any = template.callable({"t": {"properties": schemas}})
     (call,) = (each.call for each in tools.reader().push(text, ended=True).calls)
     assert json.loads(call.arguments) == {"a": "5", "b": 5, "c": None, "d": 2.5, "e": True, "f": [1], "g": "x"}
 
@@ -257,8 +254,7 @@ def test_formats(source: str) -> None:
     ],
 )
 def test_a_call_that_is_cut_off_is_what_was_written_of_it(name: str, text: str, arguments: str) -> None:
-    tools = ChatTemplate(SHAPES[name].tokenizer).callable(SCHEMAS)
-    assert tools is not None
+    tools: Any = ChatTemplate(SHAPES[name].tokenizer).callable(SCHEMAS)
     for pieces in ([text], [*text]):
         reader = tools.reader()
         found = [reader.push(piece) for piece in pieces] + [reader.push("", ended=True)]

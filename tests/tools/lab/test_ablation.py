@@ -152,12 +152,13 @@ def test_drafts_of_any_kind_are_judged_by_generation_and_timed_by_what_they_run(
         assert sum(row["tokens_by_text"]) / sum(row["rounds_by_text"]) == pytest.approx(row["mean_accepted_length"])
 
 
-def test_greedily_generation_counts_what_teacher_forcing_says(load: Load) -> None:
+@pytest.mark.parametrize("draft", ["exit:3", "skip:attn=3;mlp=1", "skip:attn=2"])
+def test_greedily_generation_counts_what_teacher_forcing_says(load: Load, draft: str) -> None:
     studied, study = load("stories"), declared(temperatures=[0.0])
     asked = texts_asked(studied, "given", 0.0, study)
     written = Run(asked, write_texts(studied, asked))
     texts = texts_of(written, studied.model.device)
-    forced, counted = (estimate_asked("exit:3", "", asked, study, by_generation) for by_generation in (False, True))
+    forced, counted = (estimate_asked(draft, "", asked, study, by_generation) for by_generation in (False, True))
     (said,) = estimate(studied, texts, 0.0, [forced])
     found = count(studied, texts, 0.0, study.max_new_tokens, counted)
     for length, expected in said["lengths"].items():

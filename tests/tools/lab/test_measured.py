@@ -313,20 +313,15 @@ def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts)]
     specs.append(ArmSpec("draft", "exit:2", nodes=8))
     prompts = [Prompts.of_one_length(torch.arange(12).view(2, 6))]
-    stock, plain, leaving, looking_up, both, tree = costs_of(
-        llama, Cell("w", 0.0, 2, 6, 16), [make_arm(spec, llama) for spec in specs], prompts
-    )
+    found: Any = costs_of(llama, Cell("w", 0.0, 2, 6, 16), [make_arm(spec, llama) for spec in specs], prompts)
+    stock, plain, leaving, looking_up, both, tree = found
     assert stock is plain is tree is None
-    assert leaving is not None
-    assert looking_up is not None
     assert leaving == both
-    assert leaving.draft is not None
     assert leaving.draft.value > 0
     assert looking_up.draft is None
     assert looking_up.of_round(3, 3) is None
     for costs, steps in ((leaving, 3), (looking_up, 0)):
         cost = costs.of_round(steps, 3)
-        assert cost is not None
         assert 0 < cost.low <= cost.value <= cost.high
     assert looking_up.from_tokens.keys() == {1, 2, 3, 4, 6, 8}
     assert leaving.verify.keys() == {2, 3, 4, 6, 8}
@@ -334,21 +329,14 @@ def test_every_arm_that_drafts_has_costs(llama: PreTrainedModel) -> None:
 
 def test_costs_lie_on_lines_between_those_timed() -> None:
     resumed = {width: known(value) for width, value in {2: 1.0, 4: 1.2, 8: 2.0}.items()}
-    costs = PassCosts(known(0.1), Estimate(0.2, 0.1, 0.4), resumed, {1: known(1.0), 4: known(1.6)})
-
-    def value(steps: int, drafted: int) -> float:
-        found = costs.of_round(steps, drafted)
-        assert found is not None
-        return found.value
-
-    assert value(0, 0) == 1.0
-    assert value(2, 2) == pytest.approx(0.4 + 1.1)
-    assert value(5, 5) == pytest.approx(1.0 + 1.6)
-    assert value(0, 2) == pytest.approx(1.4)
+    costs: Any = PassCosts(known(0.1), Estimate(0.2, 0.1, 0.4), resumed, {1: known(1.0), 4: known(1.6)})
+    assert costs.of_round(0, 0).value == 1.0
+    assert costs.of_round(2, 2).value == pytest.approx(0.4 + 1.1)
+    assert costs.of_round(5, 5).value == pytest.approx(1.0 + 1.6)
+    assert costs.of_round(0, 2).value == pytest.approx(1.4)
     # Beyond them all is as at the nearest.
-    assert value(0, 9) == 1.6
+    assert costs.of_round(0, 9).value == 1.6
     found = costs.of_round(2, 2)
-    assert found is not None
     assert (found.low, found.high) == pytest.approx((0.2 + 1.1, 0.8 + 1.1))
 
 

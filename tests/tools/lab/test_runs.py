@@ -93,8 +93,7 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
 def test_times_beside_other_work_are_doubted(tmp_path: Path) -> None:
     around = {"device": "cpu", "threads": 2}
     Runs(tmp_path).keep([Run(ASKED[0], {"value": 1}, environment=around, load=SpareCores(2, 0.6))])
-    doubt = Runs(tmp_path)[ASKED[0]].doubt
-    assert doubt is not None
+    doubt: Any = Runs(tmp_path)[ASKED[0]].doubt
     assert "of 2 cores 0.6 were free for 2 threads" in doubt
     for run in (
         Run(ASKED[0], {}, environment=around, load=SpareCores(2, 1.8)),
@@ -337,8 +336,7 @@ def test_perplexities_have_intervals_and_pairs_have_ratios() -> None:
     found = qualities([plain, worse])
     assert found[EXIT].perplexity.value == pytest.approx(math.exp(0.25))
     assert found[EXIT].perplexity.low < math.exp(0.25) < found[EXIT].perplexity.high
-    ratio = found[EXIT].against_plain
-    assert ratio is not None
+    ratio: Any = found[EXIT].against_plain
     # In pairs there is no spread, however far apart prompts are.
     assert (ratio.low, ratio.high) == pytest.approx((math.exp(0.1), math.exp(0.1)))
     assert found[EXIT].p_value == pytest.approx(2 / 2**6)
