@@ -207,20 +207,19 @@ class TestMemoryGoesAtOnce:
         assert watch.alive == 0, "the stream is kept for its stats, its memory is not"
         assert stream.output().lengths == (9,)
 
-    def test_when_a_stream_is_abandoned(self, spec: selfspec.SelfSpeculative, watch: Watch) -> None:
+    def test_when_a_stream_is_closed_or_abandoned(self, spec: selfspec.SelfSpeculative, watch: Watch) -> None:
+        stream = spec.stream(tiny.prompt(5), max_new_tokens=9)
+        committed = len(next(stream).tokens)
+        assert watch.alive == 2
+        stream.close()
+        assert watch.alive == 0
+        assert next(stream, None) is None
+        assert stream.output().lengths == (committed,)
         stream = spec.stream(tiny.prompt(5), max_new_tokens=9)
         next(stream)
         assert watch.alive == 2
         del stream
         assert watch.alive == 0
-
-    def test_when_a_stream_is_closed(self, spec: selfspec.SelfSpeculative, watch: Watch) -> None:
-        stream = spec.stream(tiny.prompt(5), max_new_tokens=9)
-        committed = len(next(stream).tokens)
-        stream.close()
-        assert watch.alive == 0
-        assert next(stream, None) is None
-        assert stream.output().lengths == (committed,)
 
     def test_when_a_stream_was_never_begun(self, spec: selfspec.SelfSpeculative) -> None:
         def caches() -> int:

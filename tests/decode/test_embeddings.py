@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,32 +150,26 @@ def test_the_drafts_of_later_rounds_are_used(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("embeddings", "match"),
+    ("options", "match"),
     [
-        (torch.zeros(1, 5, 32), "must be a tensor of torch.float64"),
-        (torch.zeros(1, 5, 31, dtype=torch.float64), r"hidden|\[batch, prompt, 32\]"),
-        (torch.zeros(5, 32, dtype=torch.float64), r"got shape \[5, 32\]"),
-        (torch.zeros(1, 0, 32, dtype=torch.float64), r"got shape \[1, 0, 32\]"),
-        ("text", "got 'text'"),
+        ({"inputs_embeds": torch.zeros(1, 5, 32)}, "must be a tensor of torch.float64"),
+        ({"inputs_embeds": torch.zeros(1, 5, 31, dtype=torch.float64)}, r"hidden|\[batch, prompt, 32\]"),
+        ({"inputs_embeds": torch.zeros(5, 32, dtype=torch.float64)}, r"got shape \[5, 32\]"),
+        ({"inputs_embeds": torch.zeros(1, 0, 32, dtype=torch.float64)}, r"got shape \[1, 0, 32\]"),
+        ({"inputs_embeds": "text"}, "got 'text'"),
+        ({"attention_mask": torch.ones(2, 6)}, r"attention_mask has shape \[2, 6\], inputs_embeds \[2, 7\]"),
+        ({"input_ids": tiny.prompt(7, 3)}, "input_ids hold 3 rows, inputs_embeds 2"),
+        ({"max_new_tokens": 122}, "context of 128"),
     ],
-    ids=["dtype", "width", "rank", "empty", "text"],
+    ids=["dtype", "width", "rank", "empty", "text", "mask", "rows", "length"],
 )
-def test_what_are_no_embeddings_of_the_model_is_refused(llama: PreTrainedModel, embeddings: Any, match: str) -> None:
+def test_what_are_no_embeddings_of_the_model_is_refused(
+    llama: PreTrainedModel, options: dict[str, Any], match: str
+) -> None:
     spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
     llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
     with pytest.raises(PromptError, match=match):
-        spec.generate(inputs_embeds=embeddings, **GREEDY)
-
-
-def test_masks_and_rows_that_do_not_fit_are_refused(llama: PreTrainedModel) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
-    embeddings = embedded(llama, rows=2)
-    with pytest.raises(PromptError, match=r"attention_mask has shape \[2, 6\], inputs_embeds \[2, 7\]"):
-        spec.generate(inputs_embeds=embeddings, attention_mask=torch.ones(2, 6), **GREEDY)
-    with pytest.raises(PromptError, match="input_ids hold 3 rows, inputs_embeds 2"):
-        spec.generate(tiny.prompt(7, 3), inputs_embeds=embeddings, **GREEDY)
-    with pytest.raises(PromptError, match="context of 128"):
-        spec.generate(inputs_embeds=embeddings, max_new_tokens=122)
+        spec.generate(**{"inputs_embeds": embedded(llama, rows=2), **GREEDY, **options})
 
 
 # Positions.
@@ -220,21 +215,15 @@ def test_a_cache_of_a_text_with_holes_is_continued(llama: PreTrainedModel) -> No
     assert torch.equal(found, llama.generate(longer, attention_mask=mask, **GREEDY))
 
 
-def test_texts_that_their_own_positions_take_beyond_the_context_are_refused(llama: PreTrainedModel) -> None:
+def test_positions_beyond_the_context_or_of_other_tokens_are_refused(llama: PreTrainedModel) -> None:
     spec, positions = selfspec.wrap(llama, None), torch.arange(120, 125)[None]
     assert spec.generate(tiny.prompt(5), position_ids=positions, **{**GREEDY, "max_new_tokens": 3}).lengths == (3,)
     with pytest.raises(PromptError, match="context of 128"):
         spec.generate(tiny.prompt(5), position_ids=positions, **{**GREEDY, "max_new_tokens": 4})
-
-
-@pytest.mark.parametrize("positions", [torch.arange(4)[None], torch.arange(5)])
-def test_positions_of_other_tokens_are_refused(llama: PreTrainedModel, positions: Tensor) -> None:
-    spec = selfspec.wrap(llama, selfspec.drafts.EarlyExit(2), draft_length=3)
-    llama.register_forward_pre_hook(lambda module, args: pytest.fail("it ran"))
-    with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
-        spec.generate(tiny.prompt(5), position_ids=positions, **GREEDY)
-    with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
-        llama.generate(tiny.prompt(5), position_ids=positions, custom_generate=spec, **GREEDY)
+    for other in (torch.arange(4)[None], torch.arange(5)):
+        for call in (spec.generate, partial(llama.generate, custom_generate=spec)):
+            with pytest.raises(UnsupportedOptionError, match=r"position_ids.*attention mask"):
+                call(tiny.prompt(5), position_ids=other, **GREEDY)
 
 
 VIRTUAL = 3
