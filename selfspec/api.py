@@ -39,7 +39,6 @@ from selfspec.decode.generation import (
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Prepared, Request, prepared_request, read_request
-from selfspec.device import has_graphs
 from selfspec.draft import Budget, Drafter
 from selfspec.draft.drafter import DraftMemory
 from selfspec.draft.registry import AUTO, draft_name, parse_draft
@@ -66,7 +65,7 @@ from selfspec.placement.place import default_draft, place, plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
 from selfspec.recipe import Recipe
-from selfspec.runtime import CudaGraphs, Eager, Native, Runtime
+from selfspec.runtime import Runtime, usual_runtime
 from selfspec.runtime.graph_cache import GraphCache
 
 _OF_THE_MODEL = frozenset(
@@ -636,12 +635,8 @@ class SelfSpeculative:
 
 def _default_runtime(model: PreTrainedModel) -> Runtime:
     placement = placement_of(model)
-    if placement is not None:
-        # A recording takes memory, which a budget with reads from the disk has better uses for.
-        return Eager() if placement.streams_from_disk else Native()
-    # On a GPU most of a pass over a few tokens is the launching of its kernels, which a graph does at once.
-    devices = {parameter.device for parameter in model.parameters()}
-    return CudaGraphs() if len(devices) == 1 and has_graphs(devices.pop()) else Native()
+    devices = (parameter.device for parameter in model.parameters())
+    return usual_runtime(devices, placement is not None and placement.streams_from_disk)
 
 
 def _named(draft: Drafter | str | bool) -> Drafter | bool:

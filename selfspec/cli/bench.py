@@ -128,7 +128,7 @@ class Arms:
         from selfspec.accept import find_rule
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec, RuntimeName, control_of, usual_runtime
+        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec, RuntimeName, control_of, usual_runtime_name
 
         depth = model.prepare()
         device = find_device(model.device)
@@ -136,7 +136,7 @@ class Arms:
         kinds: set[str] = {"lookup", "early-exit", "assistant", "draft"} if self.arm is None else {*self.arm}
         if self.arm is None and device.type == "cuda":
             kinds.add("static")
-        runtime = usual_runtime(device) if self.runtime is None else RuntimeName(self.runtime)
+        runtime = usual_runtime_name(device) if self.runtime is None else RuntimeName(self.runtime)
         own = ArmSpec("plain", runtime=runtime)
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
         named = {draft.strip(): read_draft(draft) for draft in drafts}

@@ -24,9 +24,12 @@ from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Stays, tokens_at_o
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.stored import StoredWeight, WeightFiles, drafts_inside
 from selfspec.placement.weight_source import WeightSource
+from selfspec.runtime import CudaGraphs, usual_runtime
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
+# Bytes of captured passes, with what kernels set up on the stream that captures.
+_GRAPHS = 64 * 2**20
 # Bytes of the scale of a token's keys, or values, in one head.
 _SCALE = 2
 # Numbers of a pass's mask that fit in the slack.
@@ -107,6 +110,10 @@ class Survey:
         widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
         config, depth = self.skeleton.model.config, len(self.layers) - 1
         caches = layer_caches(config.get_text_config(decoder=True), depth)
+        runtime, graphs = usual_runtime([self.source.device]), 0
+        if isinstance(runtime, CudaGraphs):
+            # Passes see whole buckets of slots.
+            context, graphs = context + runtime.bucket - 1, _GRAPHS
         exact = context * dtype.itemsize * sum(each.numbers for each in caches)
         rounded = context * sum(each.numbers + 2 * each.heads * _SCALE for each in caches)
         cache = {"exact": exact, "host": 0, "int8": rounded}[self.cache]
@@ -130,7 +137,7 @@ class Survey:
                 for name in copies()
             },
             cache=cache,
-            working=_SLACK + max(passes, loading, moving),
+            working=_SLACK + graphs + max(passes, loading, moving),
             draft=self.own.weights + self.own.row + self.own.of_token * context,
             kept_substitutes=_kept_substitutes(self.skeleton, self.layers),
             parts={

@@ -30,7 +30,12 @@ from selfspec.device import HostCopy, backend, to_device
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.checkpoint import find_device
+from selfspec.placement.plan import Bandwidth
+from selfspec.placement.weight_source import FromHost
+from selfspec.placement.weight_stream import DeviceCopies
+from selfspec.runtime import usual_runtime
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.tools.lab.arms import RUNTIMES, usual_runtime_name
 
 pytestmark = pytest.mark.accelerator
 
@@ -156,6 +161,33 @@ def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_p
 @pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
 def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
     assert captured(model_on(accelerator), name, prompts(accelerator, 1)).proved
+
+
+class Copies(DeviceCopies):
+    """What a budget asks of a device: how much it has, and nothing that is streamed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def device_bytes(self) -> int:
+        return 2**50
+
+
+def test_what_fits_a_budget_is_captured_as_without_one(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FromHost(Copies(accelerator.device))
+    monkeypatch.setattr(source, "bandwidth", lambda *_: Bandwidth(1e9, 1e8))
+    monkeypatch.setattr("selfspec.api.source_for", lambda _: source)
+    model, ids = tiny.llama(**SIZES), prompts(accelerator, 1)
+    model.save_pretrained(tmp_path)
+    spec = selfspec.load(tmp_path, 2**30, context=64, device=accelerator.device, draft="exit:1")
+    assert spec.runtime == selfspec.wrap(model.to(accelerator.device)).runtime == usual_runtime([accelerator.device])
+    assert RUNTIMES[usual_runtime_name(accelerator.device)] is type(spec.runtime) is selfspec.runtime.CudaGraphs
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, **GREEDY)
+    assert torch.equal(spec.generate(ids, max_new_tokens=48, **GREEDY).sequences, expected)
+    assert not spec.programs.refusals
+    assert spec.programs.proved
 
 
 @pytest.mark.parametrize("name", ["exit:1", "recycle"])

@@ -29,7 +29,7 @@ from selfspec.measure.prompts import PromptWriter, Workload, check_context
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
 from selfspec.model.substitutes import Substitutes
-from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime
+from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime, usual_runtime
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
 
@@ -51,9 +51,10 @@ RUNTIMES: dict[RuntimeName, type[Runtime]] = {
 }
 
 
-def usual_runtime(device: torch.device) -> RuntimeName:
-    """Return the runtime that benchmarks take where nobody names one."""
-    return RuntimeName.GRAPHS if has_graphs(device) else RuntimeName.NATIVE
+def usual_runtime_name(device: torch.device) -> RuntimeName:
+    """Return the name of the runtime for a device where nobody names one, as `wrap` and `load` take it."""
+    usual = type(usual_runtime([device]))
+    return next(name for name, kind in RUNTIMES.items() if kind is usual)
 
 
 def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:

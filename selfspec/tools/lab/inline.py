@@ -17,7 +17,7 @@ from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.prompts import read_given
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.tools.lab.ablation import work_on
-from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, usual_runtime
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, usual_runtime_name
 from selfspec.tools.lab.bench_report import write_report
 from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.measured import KIND, MeasuredCell
@@ -122,7 +122,7 @@ def bench(
     check_causal(model)
     place = None if to is None else checked_path("to", to, BenchError)
     ids, given = read_given(model, prompts, tokenizer), Given.of(drafts, accept)
-    own = ArmSpec("plain", runtime=usual_runtime(model.device))
+    own = ArmSpec("plain", runtime=usual_runtime_name(model.device))
     specs = [ArmSpec("generate"), own] if timed else []
     for draft in map(called, drafts):
         for rule in map(called, accept or ("",)):
