@@ -60,6 +60,9 @@ class OpenBlock:
 WIDEST_ROUND = 16
 """Tokens of each row that a pass of a round may read, even with less slack: programs read more than they need."""
 
+BUCKET = 256
+"""Captured passes look at a multiple of this number of slots."""
+
 _SMALLEST_ROOM = 64
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from selfspec.cache.cursors import BUCKET
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
+from selfspec.device import has_graphs
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.format import Format, copies
@@ -24,7 +26,6 @@ from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Stays, tokens_at_o
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.stored import StoredWeight, WeightFiles, drafts_inside
 from selfspec.placement.weight_source import WeightSource
-from selfspec.runtime import CudaGraphs, usual_runtime
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
@@ -110,10 +111,10 @@ class Survey:
         widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
         config, depth = self.skeleton.model.config, len(self.layers) - 1
         caches = layer_caches(config.get_text_config(decoder=True), depth)
-        runtime, graphs = usual_runtime([self.source.device]), 0
-        if isinstance(runtime, CudaGraphs):
+        graphs = _GRAPHS if has_graphs(self.source.device) else 0
+        if graphs:
             # Passes see whole buckets of slots.
-            context, graphs = context + runtime.bucket - 1, _GRAPHS
+            context += BUCKET - 1
         exact = context * dtype.itemsize * sum(each.numbers for each in caches)
         rounded = context * sum(each.numbers + 2 * each.heads * _SCALE for each in caches)
         cache = {"exact": exact, "host": 0, "int8": rounded}[self.cache]

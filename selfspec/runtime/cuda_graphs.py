@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from selfspec.cache.cursors import WIDEST_ROUND
+from selfspec.cache.cursors import BUCKET, WIDEST_ROUND
 from selfspec.device import backend, has_graphs
 from selfspec.errors import UnsupportedOptionError
 from selfspec.process import ProcessLock
@@ -42,7 +42,7 @@ class CudaGraphs(Runtime):
     """
 
     after: int = 8
-    bucket: int = 256
+    bucket: int = BUCKET
 
     def __post_init__(self) -> None:
         for name, value, least in (("after", self.after, 0), ("bucket", self.bucket, 2)):
