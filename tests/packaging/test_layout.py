@@ -36,10 +36,10 @@ MAY_IMPORT = {
         "draft": "architecture arguments cache device errors files formats model runtime",
         "accept": "arguments cache device draft errors",
         "control": "arguments cache draft device errors files kernels model process version",
-        "placement": "architecture arguments cache control draft errors files formats kernels model process",
+        "placement": "architecture arguments cache control device draft errors files formats kernels model process",
         "decode": "accept architecture arguments cache compat control device draft errors kernels model runtime",
         "recipe": "accept control draft errors files version",
-        "api": "accept architecture arguments control decode device draft "
+        "api": "accept architecture arguments control decode draft "
         "errors files model placement recipe runtime arguments",
         "saved": "api decode recipe",
         "serve": "accept api arguments cache control decode draft errors model runtime version",
