@@ -50,7 +50,7 @@ from selfspec.errors import (
     UnsupportedOptionError,
 )
 from selfspec.files.writing import check_output_folder, writing
-from selfspec.model.checkpoint import find_device
+from selfspec.model.checkpoint import check_device, find_device
 from selfspec.model.decodable import check_decodable, check_saved_whole, stock_model
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
@@ -562,6 +562,7 @@ class SelfSpeculative:
     def _prepare(self) -> None:
         """Check runtime and draft on the model's device, and estimate costs there."""
         self._prepared_on = self._device()
+        check_device(self._prepared_on)
         self.runtime.check(self._prepared_on)
         self.runtime.check_model(self.model, self.adapter)
         if isinstance(self.draft, Profile):

@@ -31,6 +31,17 @@ def has_graphs(device: torch.device) -> bool:
     return not on_host(device) and hasattr(backend(device), "CUDAGraph")
 
 
+def has_doubles(device: torch.device) -> bool:
+    """Return whether a device has float64, in which drafts are drawn and judged; one that is not here may have it."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    except (RuntimeError, AssertionError):
+        return True
+    return True
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done the work on this thread's stream."""
     if has_streams(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -70,6 +71,19 @@ class Int4Linear(RoundedLinear):
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
         packed = (self.levels, self.group_size, self.scales_and_zeros)
         return by_aten(lambda rows: kernel(rows, *packed), self.scaled(states))
+
+
+@cache
+def _aten_runs(device: torch.device) -> bool:
+    """Return whether a CUDA device has ATen's kernel, as a small product shows: old ones, and most of AMD's, lack it."""
+    levels = torch.zeros(_ATEN_OUTPUTS * 16, _ATEN_INPUTS // 2, dtype=torch.uint8, device=device)
+    scales = torch.zeros(_ATEN_INPUTS // 32, len(levels), 2, dtype=torch.bfloat16, device=device)
+    row = torch.zeros(1, _ATEN_INPUTS, dtype=torch.bfloat16, device=device)
+    try:
+        torch.ops.aten._weight_int4pack_mm(row, _for_aten(levels), 32, scales)
+    except RuntimeError:
+        return False
+    return True
 
 
 def for_triton(pairs: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +154,7 @@ class Int4(Rounded):
         if shape[-1] % self.group_size or device is None or device.type != "cuda":
             return shape[-1] % self.group_size == 0
         aten_takes = shape[-1] % _ATEN_INPUTS == 0 == shape[-2] % _ATEN_OUTPUTS
-        return kernels_of(device) is Kernels.TRITON or aten_takes
+        return kernels_of(device) is Kernels.TRITON or (aten_takes and _aten_runs(device))
 
     @property
     def sizes(self) -> str:

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 from selfspec.arguments import shown
+from selfspec.device import has_doubles
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.kernels.large_pages import move_weights
@@ -80,7 +81,16 @@ def find_device(device: torch.device | str | int) -> torch.device:
         ) from error
     if found.type == "meta":
         raise UnsupportedOptionError("device 'meta' computes nothing; choose cpu or auto")
+    check_device(found)
     return found
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device on which nothing can be drawn or judged."""
+    if not has_doubles(device):
+        raise UnsupportedOptionError(
+            f"device {str(device)!r} has no float64, in which drafts are drawn and judged; choose cpu"
+        )
 
 
 def read_config(name: str) -> PreTrainedConfig:

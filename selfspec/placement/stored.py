@@ -6,6 +6,7 @@ import hashlib
 import json
 import mmap
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import logging
 
-from selfspec.errors import CheckpointError, StorageError
+from selfspec.errors import CheckpointError, StorageError, UnsupportedOptionError
 from selfspec.files.json_text import parsed
 from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import Packed, UnsupportedWeightError, dense
@@ -163,6 +164,17 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return found
 
 
+def lack_of_direct_reads() -> str | None:
+    """Say why this system cannot read files into memory of its choice; None: it can."""
+    missing = [name for where, name in ((os, "preadv"), (mmap, "MAP_ANONYMOUS")) if not hasattr(where, name)]
+    if not missing:
+        return None
+    return (
+        f"{platform.system()} has no {missing[0]}, by which weights are read within a memory budget and packed: load "
+        "checkpoints whole, without memory= and weights=, or use Linux, macOS or WSL"
+    )
+
+
 class ReadBuffer:
     """Holds memory that tensors are read into, one at a time, with room for the largest."""
 
@@ -186,6 +198,9 @@ class WeightFiles:
 
     def __init__(self) -> None:
         self._opened: dict[Path, int] = {}
+        lack = lack_of_direct_reads()
+        if lack is not None:
+            raise UnsupportedOptionError(lack)
         self._mapped: dict[Path, Tensor] = {}
         self._opening = threading.Lock()
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from selfspec.compat import NEWEST_TESTED
-from selfspec.device import device_name
+from selfspec.device import device_name, has_doubles
 from selfspec.kernels import native
 from selfspec.measure.spare_cores import SpareCores
+from selfspec.placement.stored import lack_of_direct_reads
 from selfspec.process import machine_bytes
 
 # Of a layer of a model of 1B: larger than caches.
@@ -198,7 +199,7 @@ _TRIED = ("cuda",)
 
 def findings(machine: MachineReport, packages: Packages, products: Mapping[str, Products]) -> list[str]:
     """Return everything that is worth a change, the most useful first."""
-    return [*_kernels(machine, products), *_threads(machine), *_gpu(machine), *_packages(packages)]
+    return [*_kernels(machine, products), *_threads(machine), *_gpu(machine), *_system(), *_packages(packages)]
 
 
 def _kernels(machine: MachineReport, products: Mapping[str, Products]) -> Iterator[str]:
@@ -227,8 +228,19 @@ def _threads(machine: MachineReport) -> Iterator[str]:
         )
 
 
+def _system() -> Iterator[str]:
+    lack = lack_of_direct_reads()
+    if lack is not None:
+        yield lack
+
+
 def _gpu(machine: MachineReport) -> Iterator[str]:
-    if machine.accelerator not in (None, *_TRIED):
+    if machine.accelerator is not None and not has_doubles(torch.device(machine.accelerator)):
+        yield (
+            f"{machine.accelerator} has no float64, in which drafts are drawn and judged, and is refused: models run on "
+            "the CPU"
+        )
+    elif machine.accelerator not in (None, *_TRIED):
         yield (
             f"selfspec was never run on {machine.accelerator}, and does not choose it by itself: where you give "
             f"--device {machine.accelerator}, run selfspec verify with it first"

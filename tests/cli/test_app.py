@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -340,6 +341,17 @@ def test_a_cause_comes_with_its_remedy(machine: MachineReport, cause: str, remed
     assert cause in found
     assert remedy in found
     assert "\n" not in found
+
+
+def test_what_a_device_or_a_system_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = replace(MACHINE, gpus=["mps"], accelerator="mps")
+    (found,) = findings(mps, PACKAGES, PRODUCTS)
+    assert "selfspec was never run on mps" in found
+    monkeypatch.setattr("selfspec.tools.doctor.has_doubles", lambda _: False)
+    monkeypatch.delattr(os, "preadv")
+    device, system = findings(mps, PACKAGES, PRODUCTS)
+    assert "mps has no float64" in device
+    assert "has no preadv" in system
 
 
 def test_what_is_newer_is_told_by_minor_releases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,27 @@ def test_devices() -> None:
         find_device("nowhere")
 
 
+def test_a_device_without_float64_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, empty = tiny.llama(), torch.empty
+    model.save_pretrained(tmp_path)
+
+    def without_doubles(*sizes: Any, **options: Any) -> Any:
+        if options.get("dtype") == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", without_doubles)
+    for refused in (
+        lambda: find_device("cpu"),
+        lambda: selfspec.wrap(model),
+        lambda: selfspec.load(tmp_path, "1GiB", device="cpu"),
+    ):
+        with pytest.raises(UnsupportedOptionError, match="'cpu' has no float64, in which drafts are drawn and judged"):
+            refused()
+
+
 def _rows_swapped(model: PreTrainedModel) -> None:
     weight = model.get_input_embeddings().weight
     weight[[11, 999]] = weight[[999, 11]]

@@ -31,7 +31,7 @@ MAY_IMPORT = {
         "cache": "device errors kernels",
         "architecture": "cache compat errors",
         "adapters": "architecture compat",
-        "model": "adapters architecture arguments cache compat errors files formats kernels",
+        "model": "adapters architecture arguments cache compat device errors files formats kernels",
         "runtime": "architecture cache compat device errors formats kernels model process",
         "draft": "architecture arguments cache device errors files formats model runtime",
         "accept": "arguments cache device draft errors",

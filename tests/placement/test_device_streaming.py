@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +173,16 @@ def test_devices_that_nothing_is_streamed_to_are_refused() -> None:
     assert isinstance(source_for(CPU), FromDisk)
     with pytest.raises(UnsupportedOptionError, match="on cpu or cuda"):
         source_for(torch.device("meta"))
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "preadv"), (mmap, "MAP_ANONYMOUS")])
+def test_a_system_without_direct_reads_is_refused_by_name(
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama().save_pretrained(tmp_path)
+    monkeypatch.delattr(module, name)
+    with pytest.raises(UnsupportedOptionError, match=f"has no {name}, by which .*without memory= and weights="):
+        selfspec.load(tmp_path, "1GiB", device="cpu")
 
 
 @pytest.fixture
