@@ -75,7 +75,7 @@ class Int4Linear(RoundedLinear):
 
 @cache
 def _aten_runs(device: torch.device) -> bool:
-    """Return whether a CUDA device has ATen's kernel, as a small product shows: old ones, and most of AMD's, lack it."""
+    """Return whether a CUDA device has ATen's kernel, as a small product shows: old ones and most of AMD's lack it."""
     levels = torch.zeros(_ATEN_OUTPUTS * 16, _ATEN_INPUTS // 2, dtype=torch.uint8, device=device)
     scales = torch.zeros(_ATEN_INPUTS // 32, len(levels), 2, dtype=torch.bfloat16, device=device)
     row = torch.zeros(1, _ATEN_INPUTS, dtype=torch.bfloat16, device=device)

@@ -237,8 +237,8 @@ def _system() -> Iterator[str]:
 def _gpu(machine: MachineReport) -> Iterator[str]:
     if machine.accelerator is not None and not has_doubles(torch.device(machine.accelerator)):
         yield (
-            f"{machine.accelerator} has no float64, in which drafts are drawn and judged, and is refused: models run on "
-            "the CPU"
+            f"{machine.accelerator} has no float64, in which drafts are drawn and judged, and is refused: models run "
+            "on the CPU"
         )
     elif machine.accelerator not in (None, *_TRIED):
         yield (
