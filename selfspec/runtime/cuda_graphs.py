@@ -175,7 +175,7 @@ class _Graphs:
             with RECORDING:
                 expected = self._recorder.warmed(launch)
                 graph = replace(self._recorder.record(launch), inputs=static)
-        except OtherSizesError:
+        except (OtherSizesError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             raise RecordingError(f"capturing it failed: {error}") from error

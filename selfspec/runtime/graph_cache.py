@@ -23,6 +23,8 @@ from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
 
 # Number of comparisons over one number of slots after which a program is used for that number alone.
 _SAME = 3
+# Further passes of a kind after which a program is tried again whose making had no memory.
+_LATER = 32
 # The most kinds of passes that are counted. Batches that shrink row by row add new kinds with each row.
 _MOST_KINDS = 256
 
@@ -65,6 +67,10 @@ class _Candidate:
     def serves(self, length: int) -> bool:
         """Return whether its program runs passes over this number of slots; tried on one alone, it may fit no other."""
         return self.proved or self.lengths.count(length) >= _SAME
+
+    def try_later(self) -> None:
+        """Free the memory of its program, and make it anew after many more passes."""
+        self.program, self.proved, self.passes, self.waited = None, False, -_LATER, 0.0
 
     def refuse(self, reason: str) -> None:
         self.program, self.proved, self.refused = None, False, reason
@@ -237,6 +243,9 @@ class BoundPrograms:
             seconds = timer.now() - began
         except OtherSizesError:
             return expected
+        except torch.OutOfMemoryError:
+            candidate.try_later()
+            return stock()
         # If making or trying a program fails in any way, the stock modules write its keys and values again.
         except Exception as error:
             candidate.refuse(_said(error))

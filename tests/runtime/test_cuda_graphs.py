@@ -148,6 +148,35 @@ class _Failing(StandInRecorder):
         return Recording(replay, recording.outputs)
 
 
+class _Full(StandInRecorder):
+    """Has no memory for its first capture."""
+
+    def record(self, launch: Launch) -> Recording:
+        if self.captured == 0:
+            self.captured += 1
+            raise torch.OutOfMemoryError("no room")
+        return super().record(launch)
+
+
+@dataclass(frozen=True)
+class _FullGraphs(StandIn):
+    def recorder(self, device: torch.device) -> Recorder:
+        # One program is made before there is room, and another later.
+        self.recorders.append(_Full() if not self.recorders else StandInRecorder())
+        return self.recorders[-1]
+
+
+def test_a_capture_without_memory_is_tried_again_later(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.runtime.graph_cache._LATER", 3)
+    runtime = _FullGraphs(0, BUCKET)
+    spec = wrapped(llama, runtime)
+    for _ in range(2):
+        assert_stock(spec, tiny.prompt(PROMPT), NEW)
+    assert not spec.programs.refusals
+    assert spec.programs.proved
+    assert [recorder.captured > 0 for recorder in runtime.recorders] == [True, True]
+
+
 @dataclass(frozen=True)
 class _FailingGraphs(StandIn):
     good: int = 0
