@@ -185,7 +185,10 @@ class BoundPrograms:
         if program is not None and candidate.serves(length):
             try:
                 return program.run(tensors, width)
-            except (OtherSizesError, torch.OutOfMemoryError):
+            except OtherSizesError:
+                return stock()
+            except torch.OutOfMemoryError:
+                candidate.try_later()
                 return stock()
             # A proved program may still fail on new inputs. The stock modules write its keys and values again.
             except Exception as error:

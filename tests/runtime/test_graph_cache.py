@@ -202,14 +202,21 @@ def test_a_proved_program_that_fails_is_used_no_more(llama: PreTrainedModel, err
     before.assert_same(llama)
 
 
-def test_a_program_without_memory_is_not_given_up(llama: PreTrainedModel) -> None:
-    def fail(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        raise torch.OutOfMemoryError("no room")
+def test_a_program_without_memory_is_made_again_later(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.runtime.graph_cache._LATER", 2)
+    calls = count()
+
+    def fail(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("no room")
+        return outputs
 
     spec = wrapped(llama, _Planted(0, 6, fail))
     prompt = tiny.prompt(PROMPT)
     wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
-    assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
+    for _ in range(2):
+        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
+    assert next(calls) > 1
     assert spec.programs.proved
     assert not spec.programs.refusals
 
