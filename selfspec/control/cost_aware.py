@@ -23,7 +23,7 @@ from selfspec.control.controller import (
 from selfspec.control.costs import Costs, CostsByRows, Prospects, RaggedCosts
 from selfspec.draft.draft import Budget, Draft, RowVerdict
 from selfspec.draft.drafter import MODEL
-from selfspec.draft.tree_growth import Shape, largest_products, sizes_within
+from selfspec.draft.tree_growth import Confidences, Shape, largest_products, sizes_within
 
 # The share of a short text's plain steps that drafts may lose.
 _SHARE_AT_RISK = 0.04
@@ -98,8 +98,10 @@ class CostAwareController(Controller):
         self._on_prompt: float | None = None
         self._at_risk = self._model_at_risk()
         self._reached: list[float] = []
-        self._confidences: list[list[float]] = []
+        self._confidences: list[Confidences | list[float]] = []
         self._branches = False
+        # Steps after which the device is waited for, once a round, and after which the draft ends.
+        self._asks_at, self._ends_at = 1, math.inf
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         if len(unfinished) != self._costs.rows:
@@ -113,6 +115,8 @@ class CostAwareController(Controller):
         self._rounds += 1
         self._reached = [1.0] * len(unfinished)
         self._confidences, self._branches = [], False
+        # Half of the way that a draft goes by the rates so far.
+        self._asks_at, self._ends_at = 1 + self._further(self._acceptance.mean**2) // 2, math.inf
         return super().budget(remaining, unfinished)
 
     def tries(self, match: int) -> bool:
@@ -136,16 +140,31 @@ class CostAwareController(Controller):
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         if self._branches:
             return True
-        found = confidences()
-        self._confidences.append(found)
-        self._reached = [
-            reached * self._acceptance.chance(confidence)
-            for reached, confidence in zip(self._reached, found, strict=True)
-        ]
+        steps = len(self._confidences) + 1
+        waits = isinstance(confidences, Confidences) and confidences.waits
+        if waits and steps != self._asks_at:
+            confidences.start()
+            self._confidences.append(confidences)
+            return steps < self._ends_at
+        self._confidences.append(confidences())
+        for found in map(_values, self._confidences if waits else self._confidences[-1:]):
+            self._reached = [
+                reached * self._acceptance.chance(confidence)
+                for reached, confidence in zip(self._reached, found, strict=True)
+            ]
         standing = [reached for reached, unfinished in zip(self._reached, self._unfinished, strict=True) if unfinished]
-        promised = self._acceptance.mean * sum(standing) / len(standing)
+        further = self._further(self._acceptance.mean * sum(standing) / len(standing))
+        self._ends_at = steps + further
+        return further > 0
+
+    def _further(self, promised: float) -> int:
+        """Return how many steps pay, of which the first promises so many tokens."""
         # Compare with what would be committed in the time of a draft step, at the speed of the rounds so far.
-        return promised > max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening)
+        least, steps = max(1.0, self._model.rate) * (self._costs.draft + self._costs.widening), 0
+        while promised > least and steps < self.most.depth:
+            promised *= self._acceptance.mean
+            steps += 1
+        return steps
 
     def keeps_lockstep(self) -> bool:
         return self._in_step
@@ -166,7 +185,7 @@ class CostAwareController(Controller):
     def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
         if not draft.length or all(row is None for row in rows):
             return
-        for position, confidences in enumerate(self._confidences):
+        for position, confidences in enumerate(map(_values, self._confidences)):
             for row, confidence in zip(rows, confidences, strict=True):
                 if row is not None and position <= row.along and position < row.judged_of(row.run_length):
                     self._acceptance.count(confidence, position < row.along)
@@ -183,6 +202,10 @@ class CostAwareController(Controller):
     def _paid(self) -> float:
         """Plain steps lost by all sources of drafts; together they may lose no more than one source alone."""
         return sum(max(loss_budget.paid, 0.0) for loss_budget in self._gains.values())
+
+
+def _values(confidences: Confidences | list[float]) -> list[float]:
+    return confidences() if isinstance(confidences, Confidences) else confidences
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
-from selfspec.device import to_device
+from selfspec.device import HostCopy, has_streams, to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Proposer
 from selfspec.draft.rows_view import RowsView, remembered
@@ -198,7 +198,7 @@ def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
             if drawn.q is not None:
                 probs.append(drawn.q)
         steps += 1
-        if steps < len(growth.levels) and not rows.controller.goes_on(partial(confidences_of, scores)):
+        if steps < len(growth.levels) and not rows.controller.goes_on(Confidences(scores)):
             tree = upper_levels(tree, steps)
             growth = growth_of(tree, rows.last_tokens.device)
             break
@@ -287,11 +287,27 @@ def _scores(rows: RowsView, logits: Tensor, tokens: Sequence[Tensor], level: Lev
     return torch.cat([rows.draft_scores(logits, [drawn[:, path]]) for logits, path in each], 1)
 
 
-def confidences_of(scores: Tensor) -> list[float]:
-    """Return the largest probability at each row's first place, `[rows]`; 0 for NaN. Waits for the device."""
-    largest = scores[:, 0].softmax(-1).amax(-1)
-    confidences: list[float] = largest.nan_to_num(0.0).tolist()
-    return confidences
+class Confidences:
+    """Gives the largest probability at each row's first place of a draft step, `[rows]`; 0 for NaN.
+
+    Calling it waits for the device, unless `start` was called and the host has waited since.
+    """
+
+    def __init__(self, scores: Tensor) -> None:
+        self.waits = has_streams(scores.device)
+        self._scores = scores
+        self._copy: HostCopy | None = None
+
+    def start(self) -> HostCopy:
+        """Ask for them now, behind what the device has to do."""
+        if self._copy is None:
+            self._copy = HostCopy(self._scores[:, 0].softmax(-1).amax(-1).nan_to_num(0.0))
+            del self._scores
+        return self._copy
+
+    def __call__(self) -> list[float]:
+        confidences: list[float] = self.start().read().tolist()
+        return confidences
 
 
 def _picked(draws: Sequence[Tensor], order: Tensor | None) -> Tensor:

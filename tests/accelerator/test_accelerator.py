@@ -120,6 +120,16 @@ def test_greedy_text_is_the_models_own_and_a_round_waits_once(
     assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["exit:1", "int8", "assistant"])
+def test_the_default_control_waits_once_more_a_round(accelerator: Accelerator, name: str, rows: int) -> None:
+    # Of drafts so cheap that they are long.
+    control = selfspec.CostAware(costs=selfspec.Costs(draft=0.02))
+    model, draft = model_on(accelerator), draft_named(name, accelerator)
+    spec = selfspec.wrap(model, draft, draft_length=control, runtime=selfspec.runtime.Eager())
+    assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2)
+
+
 def test_substitutes_of_all_layers_are_compared_in_one_wait(accelerator: Accelerator) -> None:
     ids, waits = prompts(accelerator, 1), []
     for layers in (2, 4):
