@@ -142,7 +142,7 @@ class CostAwareController(Controller):
             return True
         steps = len(self._confidences) + 1
         waits = isinstance(confidences, Confidences) and confidences.waits
-        if waits and steps != self._asks_at:
+        if isinstance(confidences, Confidences) and waits and steps != self._asks_at:
             confidences.start()
             self._confidences.append(confidences)
             return steps < self._ends_at
