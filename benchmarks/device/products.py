@@ -50,22 +50,35 @@ def piece_cases(bench: Bench) -> Iterator[Case]:
 
 def _products(bench: Bench, bits: int) -> Rows:
     rows: dict[str, dict[str, Figure]] = {}
+    most = _bytes_a_microsecond(bench)
     for outputs, inputs in ((64, 128),) if bench.miniature else _SHAPES:
         weight = torch.randn(outputs, inputs, device=bench.device, dtype=DTYPE)
         format = formats()[f"int{bits}"]()
         rounded, kind = format.pack(weight), format.layer
         for number in _ROWS:
             states = torch.randn(number, inputs, device=bench.device, dtype=DTYPE)
+            dense = _timed(bench, partial(functional.linear, states), _copies(bench, weight))
+            few = _timed(bench, lambda layer, x=states: layer(x), _layers(bench, rounded, kind))
             rows[f"{outputs} x {inputs}, {number} rows"] = {
-                "bfloat16": _timed(bench, partial(functional.linear, states), _copies(bench, weight)),
-                f"{bits} bits": _timed(
-                    bench,
-                    lambda layer, x=states: layer(x),
-                    _layers(bench, rounded, kind),
-                ),
+                "bfloat16": dense,
+                "bfloat16, of a copy's bandwidth": _share(weight.nbytes, dense, most),
+                f"{bits} bits": few,
+                f"{bits} bits, of a copy's bandwidth": _share(rounded.nbytes, few, most),
                 "by": Figure(kernels_of(bench.device).name.lower()),
             }
     return rows
+
+
+def _bytes_a_microsecond(bench: Bench) -> float:
+    """Return what the device's memory gives and takes where one large block is copied to another."""
+    source = torch.zeros(2**20 if bench.miniature else 2**30, device=bench.device, dtype=DTYPE)
+    target, timer = torch.empty_like(source), Timer(time.perf_counter, bench.device)
+    return 2 * source.nbytes / (1e6 * min(timer.of(lambda: target.copy_(source)) for _ in range(_REPEATS)))
+
+
+def _share(nbytes: int, taken: Figure, most: float) -> Figure:
+    assert isinstance(taken.value, float)
+    return Figure.number(100 * nbytes / taken.value / most, "%")
 
 
 def _copies(bench: Bench, weight: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from device.waits import wait_cases
 STAGES = (
     Stage("first", "Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
     Stage("pieces", "Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
+    Stage("costs-8B", "c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
     Stage("waits", "How often a round waits for the device, and how long it takes", 3, wait_cases),
     Stage("costs-1B", "c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
-    Stage("costs-8B", "c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
 )
