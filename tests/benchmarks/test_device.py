@@ -181,7 +181,7 @@ def test_no_case_begins_when_time_is_up(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["no-such-stage", "--to", "x"], "no stage 'no-such-stage'; choose from first, pieces, waits, costs-1B"),
+        (["no-such-stage", "--to", "x"], "no stage 'no-such-stage'; choose from first, pieces, costs-8B, waits"),
         ([], "--to"),
         (["--device", "cpu", "--to", "x"], "add --miniature"),
         ([*MINIATURE, "--model", "no-such-folder", "--to", "x"], "no-such-folder"),
