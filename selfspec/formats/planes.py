@@ -36,6 +36,8 @@ _MOST_ESCAPES = 0.1
 _AT_ONCE = 1 << 20
 # Weights that are joined at once where rows are many: they stay in a device's cache.
 _PANEL = 1 << 23
+# The same on a CPU: larger blocks come from the system anew each time, a page after the other.
+_PANEL_ON_CPU = 120_000
 # Bytes in the order of the kernel, and where a weight of 32 lies among them: see `planes.h`.
 _ORDER = torch.arange(32).view(2, 16).t().flatten()
 _PLACES = _ORDER.argsort()
@@ -61,8 +63,8 @@ class PlanesLinear(PackedLinear):
     def _of_many(self, states: Tensor) -> Tensor:
         if self.dtype != torch.bfloat16 or not self._is_native:
             return functional.linear(states, self.join())
-        # Panels stay in the processor's cache. In float32 torch gives other bits for fewer outputs.
-        panels = some_rows(self.weight, _AT_ONCE)
+        # In float32 torch gives other bits for fewer outputs.
+        panels = some_rows(self.weight, _PANEL_ON_CPU)
         ids = torch.arange(self.out_features)
         return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
 
@@ -74,10 +76,10 @@ class PlanesLinear(PackedLinear):
             return rows_by_triton(self, ids, self.upper, self.rows, self.lower, self.escapes)
         if self._is_native:
             parts = (self.upper, self.lower, self.rows, self.escapes)
-            found = native.rows_of_planes(ids, *parts, self.in_features)
-            if self.dtype == torch.bfloat16 and type(found) is Tensor:
-                # Rounding would give all NaN the same bits.
-                return found.view(torch.int16)[..., 1::2].contiguous().view(torch.bfloat16)
+            made = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+            found = native.rows_of_planes(ids, *parts, self.in_features, made)
+            if made == self.dtype:
+                return found
             # As one operation also where a graph is made.
             rounded: Tensor = torch.ops.aten._to_copy(found, dtype=self.dtype)
             return rounded

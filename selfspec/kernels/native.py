@@ -252,10 +252,15 @@ def few_rows_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     return product
 
 
-def rows_of_planes(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int) -> Tensor:
-    """Read rows of a weight in planes, `[..., inputs]` in float32, by numbers `[...]`; NaN: there is no such row."""
+def rows_of_planes(
+    ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    """Read rows of a weight in planes, `[..., inputs]`, by numbers `[...]`; NaN: there is no such row.
+
+    `dtype` is float32 or bfloat16.
+    """
     found: Tensor = _by((ids, weight), _read_rows, torch.ops.selfspec.rows_of_planes)(
-        ids, weight, lower, rows, escapes, inputs
+        ids, weight, lower, rows, escapes, inputs, dtype
     )
     return found
 
@@ -393,10 +398,12 @@ def _check_planes(states: Tensor, weight: Tensor) -> None:
         raise RuntimeError("planes: contiguous bytes alone")
 
 
-def _read_rows(ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int) -> Tensor:
-    found = torch.empty(*ids.shape, inputs)
+def _read_rows(
+    ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int, dtype: torch.dtype
+) -> Tensor:
+    found = torch.empty(*ids.shape, inputs, dtype=dtype)
     numbers = ids.to(torch.int64).contiguous()
-    sizes = (PLANES, weight.shape[0], inputs, numbers.numel())
+    sizes = (PLANES, weight.shape[0], inputs, numbers.numel(), NUMBERS[dtype])
     run_one(Kind.EMBED, (*sizes, weight, lower, rows, escapes, numbers, found), _threads(found.numel()))
     return found
 
@@ -457,8 +464,9 @@ def _multiplied(states: Tensor, weight: Tensor, *_: object) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
-def _read_out(ids: Tensor, *planes_and_inputs: Any) -> Tensor:
-    return ids.new_empty(*ids.shape, planes_and_inputs[-1], dtype=torch.float32)
+def _read_out(ids: Tensor, *planes: Any) -> Tensor:
+    *_, inputs, dtype = planes
+    return ids.new_empty(*ids.shape, inputs, dtype=dtype)
 
 
 def _normed(states: Tensor, *_: object) -> Tensor:
@@ -483,7 +491,7 @@ for _name, _of, _kernel, _shape in (
     ),
     ("few_rows_in_planes", f"(Tensor x, {_PARTS}) -> Tensor", _multiply_in_planes, _multiplied),
     ("few_rows_in_upper", "(Tensor x, Tensor weight, Tensor rows) -> Tensor", _multiply_in_upper, _multiplied),
-    ("rows_of_planes", f"(Tensor ids, {_PARTS}, int inputs) -> Tensor", _read_rows, _read_out),
+    ("rows_of_planes", f"(Tensor ids, {_PARTS}, int inputs, ScalarType dtype) -> Tensor", _read_rows, _read_out),
     ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize, _normed),
     ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend, _attended),
 ):

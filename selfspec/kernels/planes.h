@@ -111,6 +111,21 @@ struct Planes {
     }
   }
 
+  // The same in bfloat16.
+  static inline void in_order(const Shorts* words, uint16_t* weights) {
+    constexpr int lanes = kLanes<float>;
+    using Words = Lanes<uint32_t, lanes>::Vector;
+    using Halves = Lanes<uint16_t, lanes>::Vector;
+    constexpr int steps = kWords / 2;
+    for (int word = 0; word < kWords; ++word) {
+      const int first = word / steps * 2 * steps + word % steps;
+      const Halves even = __builtin_convertvector((Words)words[word], Halves);
+      const Halves odd = __builtin_convertvector((Words)words[word] >> 16, Halves);
+      std::memcpy(weights + first * lanes, &even, sizeof even);
+      std::memcpy(weights + (first + steps) * lanes, &odd, sizeof odd);
+    }
+  }
+
   // A power of two, by its bits; bases are 0 to 239.
   float scale(int64_t row) const {
     const uint32_t bits = static_cast<uint32_t>(bases[row] - kConstant + 127) << 23;
@@ -146,14 +161,15 @@ struct Planes {
 
   Escapes escapes_of(int64_t row) const { return {escapes + (row ? ends[row - 1] : 0), escapes + ends[row]}; }
 
-  // The weights of a row, as many as it has blocks for.
-  void take(int64_t row, float* to) const {
+  // The weights of a row, as many as it has blocks for: floats, or in bfloat16.
+  template <typename Number>
+  void take(int64_t row, Number* to) const {
     const int64_t blocks = blocks_of(in);
     const uint8_t *bytes = upper + row * blocks * kBlockOfPlanes, *halves = lower + row * blocks * kBlockOfPlanes / 2;
     Escapes left = escapes_of(row);
     for (int64_t block = 0; block < blocks; ++block) {
       Shorts words[kWords];
-      Floats weights[kVectors];
+      std::conditional_t<std::is_same_v<Number, float>, Floats[kVectors], uint16_t[kBlockOfPlanes]> weights;
       read_block(bytes + block * kBlockOfPlanes, halves + block * kBlockOfPlanes / 2, bases[row], words);
       if (left.block() == block) left.patch(words);
       in_order(words, weights);

@@ -397,23 +397,34 @@ void run_map(Words& words, Worker& worker) {
   }
 }
 
-// kEmbed: dtype of the table, rows of the table, size, how many ids; table; planes; ids; y.
+// kEmbed: dtype of the table, rows of the table, size, how many ids, dtype of y; table; planes; ids; y: floats, or where
+// planes are read in bfloat16.
 void run_embed(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
   const auto [known, size, count] = words.numbers<3>();
+  const auto made = words.kind<Dtype>();
   const char* table = words.operand<const char>();
   const Planes planes = planes_of(words, table, size, known);
   const auto* ids = words.operand<const int64_t>();
   float* y = words.operand<float>();
-  float* whole = worker.room.of<float>(Planes::blocks_of(size) * kBlockOfPlanes);
   const Range share = worker.share(count);
+  const auto rows_of_planes = [&, size = size, known = known](auto* to, auto missing) {
+    auto* whole = worker.room.of<std::remove_pointer_t<decltype(to)>>(Planes::blocks_of(size) * kBlockOfPlanes);
+    for (int64_t i = share.begin; i < share.end; ++i) {
+      if (ids[i] < 0 || known <= ids[i]) {
+        std::fill_n(to + i * size, size, missing);
+        continue;
+      }
+      planes.take(ids[i], whole);
+      std::copy_n(whole, size, to + i * size);
+    }
+  };
+  constexpr uint16_t kNaN = 0x7fc0;
+  if (dtype == Dtype::kPlanes) {
+    return made == Dtype::kBFloat16 ? rows_of_planes(reinterpret_cast<uint16_t*>(y), kNaN) : rows_of_planes(y, NAN);
+  }
   for (int64_t i = share.begin; i < share.end; ++i) {
     const bool is_known = 0 <= ids[i] && ids[i] < known;
-    if (is_known && dtype == Dtype::kPlanes) {
-      planes.take(ids[i], whole);
-      std::copy_n(whole, size, y + i * size);
-      continue;
-    }
     const Source row = {dtype, is_known ? table : nullptr, {0, 0, 0, 1}, NAN};
     row.take(is_known ? ids[i] * size : 0, size, y + i * size);
   }

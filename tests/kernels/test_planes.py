@@ -52,7 +52,7 @@ def layer(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> PlanesLi
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-def test_every_number_comes_back(scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_number_comes_back(variant: str | None, scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.formats.planes._MOST_ESCAPES", 1.0)
     numbers = every_number()
     if scattered:
@@ -82,6 +82,12 @@ def test_products_are_those_of_the_dense_weight(variant: str | None, outputs: in
         dense = weight.float() if variant is None else weight
         expected = states @ dense.t() if variant is None else native.few_rows(states, dense, None)
         assert torch.equal(packed.product(states), expected)
+
+
+def test_products_of_prompts_in_panels_are_those_of_the_whole_weight(variant: str | None) -> None:
+    weight = drawn(500, 576)
+    states = torch.randn(33, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(layer(weight).product(states), torch.nn.functional.linear(states, weight))
 
 
 def test_weights_that_are_not_finite_stay_so(variant: str | None) -> None:

@@ -478,10 +478,9 @@ class _Lowering:
         return self._looked_up(table, indices[0])
 
     def _rows_of_planes(self, node: Any) -> Value:
-        ids, table, *planes = map(self._value, node.args[:-1])
-        return self._read_rows(
-            [PLANES, table.layout.shape[0]], node.args[-1], ids, table.place, [each.place for each in planes]
-        )
+        *operands, size, _ = node.args
+        ids, table, *planes = map(self._value, operands)
+        return self._read_rows([PLANES, table.layout.shape[0]], size, ids, table.place, [each.place for each in planes])
 
     def _looked_up(self, of_table: Any, of_ids: Any) -> Value:
         of_ids, shift = self._shifted.get(of_ids, (of_ids, 0))
@@ -497,7 +496,7 @@ class _Lowering:
         if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64:
             raise RecordingError("programs look ids up in tables")
         result = self._new([*ids.layout.shape, size])
-        words = [*table, size, ids.layout.numel(), first, *planes, ids.place, result.place]
+        words = [*table, size, ids.layout.numel(), NUMBERS[torch.float32], first, *planes, ids.place, result.place]
         return self._emit(Kind.EMBED, words, result)
 
 
