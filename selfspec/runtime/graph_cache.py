@@ -159,8 +159,10 @@ class BoundPrograms:
         ]
         if not wider:
             return kind
-        candidate.passes += 1
-        return min(wider, key=lambda other: other.width)
+        served = min(wider, key=lambda other: other.width)
+        # At most what a program of its own would have saved: making one has to be worth it.
+        candidate.waited += min(self.candidates[served].seconds, default=0.0) * (1 - kind.width / served.width)
+        return served
 
     def run(
         self,
