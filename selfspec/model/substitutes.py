@@ -200,7 +200,9 @@ class Substitutes:
             if made is not None and products and made.may_fit(products):
                 device = made.samples[0].device
                 names[device].append(name)
-                samples[device] += zip((product.sample for product in products), made.samples, strict=True)
+                # Samples of experts have a dimension more.
+                found = (product.sample.flatten() for product in products)
+                samples[device] += zip(found, map(Tensor.flatten, made.samples), strict=True)
         same = (torch.equal(*map(torch.cat, zip(*samples[device], strict=True))) for device in names)
         return {name for fits, of in zip(same, names.values(), strict=True) if fits for name in of}
 
