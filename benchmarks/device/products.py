@@ -70,7 +70,7 @@ def _products(bench: Bench, bits: int) -> Rows:
 
 
 def _bytes_a_microsecond(bench: Bench) -> float:
-    """Return what the device's memory gives and takes where one large block is copied to another."""
+    """Return the bytes a microsecond that the device reads and writes while one large block is copied to another."""
     source = torch.zeros(2**20 if bench.miniature else 2**30, device=bench.device, dtype=DTYPE)
     target, timer = torch.empty_like(source), Timer(time.perf_counter, bench.device)
     return 2 * source.nbytes / (1e6 * min(timer.of(lambda: target.copy_(source)) for _ in range(_REPEATS)))

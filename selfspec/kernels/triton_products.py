@@ -68,7 +68,7 @@ def _number(word, nothing, place: tl.constexpr, bits: tl.constexpr):
 
 @triton.jit
 def _too_large(some, sum, part: tl.constexpr, bits: tl.constexpr):
-    """Return what a product of states with `_number`s is too large by; `sum` is that of the states."""
+    """Return the excess of a product of states with `_number`s, given the `sum` of the states."""
     if bits == 8:
         found = 384.0 * sum
     else:

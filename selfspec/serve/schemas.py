@@ -126,7 +126,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | Re
 
 
 BYTES_PER_ITEM = 8
-"""A body of the most bytes has at most one item for so many of them."""
+"""A body may hold one item for each `BYTES_PER_ITEM` bytes of its size limit."""
 
 _BYTES_PER_CONTAINER, _MOST_DEPTH = 128, 256
 

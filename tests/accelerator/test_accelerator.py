@@ -174,7 +174,7 @@ def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerat
 
 
 class Copies(DeviceCopies):
-    """What a budget asks of a device: how much it has, and nothing that is streamed."""
+    """Answers what a budget asks of a device: how much memory it has; nothing is streamed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

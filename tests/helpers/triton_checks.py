@@ -52,7 +52,7 @@ def values(rounded: Packed) -> Tensor:
 
 
 def held_by_triton(rounded: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """What a product in Triton reads: factors, levels and scales as a layer keeps them."""
+    """Holds the factors, levels and scales that a product in Triton reads, as a layer keeps them."""
     with ExitStack() as inside:
         for module in (int4, int8, rounding):
             inside.enter_context(mock.patch.object(module, "kernels_of", return_value=Kernels.TRITON))

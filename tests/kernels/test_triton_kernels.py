@@ -127,7 +127,7 @@ def test_attention_over_few_tokens_without_gradients_is_for_triton(
 
 @dataclass
 class Code:
-    """What a kernel was compiled to, for one device."""
+    """Holds the code that a kernel was compiled to, for one device."""
 
     ptx: str
     cubin: bytes

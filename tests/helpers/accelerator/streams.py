@@ -316,7 +316,7 @@ def _like(value: Tensor) -> Tensor:
 
 
 class Graph:
-    """What `torch.cuda.CUDAGraph` is to CUDA."""
+    """Stands in for `torch.cuda.CUDAGraph`."""
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
