@@ -38,9 +38,6 @@ _AT_ONCE = 1 << 20
 _PANEL = 1 << 23
 # The same on a CPU: larger blocks come from the system anew each time, a page after the other.
 _PANEL_ON_CPU = 120_000
-# Bytes in the order of the kernel, and where a weight of 32 lies among them: see `planes.h`.
-_ORDER = torch.arange(32).view(2, 16).t().flatten()
-_PLACES = _ORDER.argsort()
 
 
 class PlanesLinear(PackedLinear):
@@ -229,8 +226,8 @@ def _split(bits: Tensor) -> _Parts:
     exponents = bits >> 7 & 255
     finite = torch.where(exponents < 255, exponents, 0)
     bases = (finite.amax(1) - _CODES).clamp(0)
-    halves = functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 32))
-    bits = halves[..., _ORDER.to(bits.device)].flatten(1)
+    # In the order of the kernel: see `planes.h`.
+    bits = functional.pad(bits, (0, -bits.shape[1] % BLOCK)).unflatten(1, (-1, 2, 16)).mT.flatten(1)
     codes = (bits >> 7 & 255) - bases[:, None]
     escaped = ((codes < 1) | (codes > _CODES)) & (bits & 0x7FFF != 0)
     codes = torch.where((codes < 1) | escaped, 0, codes)
@@ -249,17 +246,16 @@ def _split(bits: Tensor) -> _Parts:
 
 def joined(upper: Tensor, lower: Tensor, bases: Tensor) -> Tensor:
     """Return bits of bfloat16 numbers, `[rows, blocks * 64]` in int16 and in the order of bytes, without escapes."""
-    high, pairs = upper.to(torch.int32), lower.unflatten(1, (-1, 32)).to(torch.int32)
+    high, pairs = upper.to(torch.int16), lower.unflatten(1, (-1, 32)).to(torch.int16)
     low = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
     sizes = (high & 0x7F) << 4 | low
-    sizes = torch.where(sizes > 0, sizes + (bases[:, None] << 7), 0)
-    # The lower 16 bits.
-    return ((high & 0x80) << 8 | sizes).to(torch.int16)
+    sizes = torch.where(sizes > 0, sizes + (bases[:, None] << 7).to(torch.int16), 0)
+    return (high & 0x80) << 8 | sizes
 
 
 def in_order(bits: Tensor) -> Tensor:
     """Return bfloat16 numbers, `[rows, blocks * 64]`, of bits in the order of bytes."""
-    ordered: Tensor = bits.unflatten(1, (-1, 32))[..., _PLACES.to(bits.device)]
+    ordered: Tensor = bits.unflatten(1, (-1, 16, 2)).mT
     return ordered.flatten(1).view(torch.bfloat16)
 
 

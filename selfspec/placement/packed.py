@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from logging import getLogger
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -17,12 +18,15 @@ from transformers.utils import logging
 from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError, dense
+from selfspec.kernels import native
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import find_device, local_folder, read_config
 from selfspec.model.substitutes import kind_of
 from selfspec.placement.skeleton import DeferredTensor, Skeleton, names_by_weight, read_dtype, set_weight, skeleton
 from selfspec.placement.stored import PAGE, StoredTensor, StoredWeight, WeightFiles, format_in, is_packed
 from selfspec.process import give_large_blocks_back
+
+_LOG = getLogger(__name__)
 
 
 def exact_format(name: str | None) -> Format:
@@ -71,10 +75,13 @@ def load_packed(
 
 
 def device_of(format: Format, device: torch.device | str | None) -> torch.device:
-    """Return the device that computes with packed weights; refuse one that has no kernels for them."""
+    """Return the device that computes with packed weights; refuse one without kernels for them, warn of a CPU so."""
     found = find_device("cpu" if device is None else device)
     if found.type != "cpu":
         raise UnsupportedOptionError(f"weights={format.name!r}: there are kernels for the CPU alone; leave device out")
+    why = native.absence()
+    if why is not None:
+        _LOG.warning("weights=%r takes many times as long without selfspec's CPU kernels: %s", format.name, why)
     return found
 
 

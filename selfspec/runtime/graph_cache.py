@@ -147,22 +147,29 @@ class BoundPrograms:
     def serving(self, kind: PassKind, most: int) -> PassKind:
         """Return the kind whose program runs passes of `kind`, over at most `most` tokens of each row.
 
-        It is `kind` itself if that has a program or gets one, else the narrowest wider kind with a program.
+        It is `kind` itself if that has a program or gets one, else the narrowest wider kind with a program, else the
+        widest that gets one: kinds that differ in width alone share a program until one of their own is worth making.
         """
         candidate = self.candidates.get(kind)
         if candidate is None or candidate.program is not None or self._is_due(candidate):
             return kind
-        wider = [
-            other
-            for other, each in self.candidates.items()
-            if each.proved and kind.width < other.width <= most and replace(other, width=kind.width) == kind
-        ]
-        if not wider:
-            return kind
-        served = min(wider, key=lambda other: other.width)
+        wider = {other: each for other, each in self._wider(kind).items() if other.width <= most}
+        proved = [other for other, each in wider.items() if each.proved]
+        if not proved:
+            due = (other for other, each in wider.items() if self._is_due(each))
+            return max(due, key=lambda other: other.width, default=kind)
+        served = min(proved, key=lambda other: other.width)
         # At most what a program of its own would have saved: making one has to be worth it.
-        candidate.waited += min(self.candidates[served].seconds, default=0.0) * (1 - kind.width / served.width)
+        candidate.waited += min(wider[served].seconds, default=0.0) * (1 - kind.width / served.width)
         return served
+
+    def _wider(self, kind: PassKind) -> dict[PassKind, _Candidate]:
+        """Return the kinds whose programs may run passes of `kind`, with more tokens behind."""
+        return {
+            other: each
+            for other, each in self.candidates.items()
+            if kind.width < other.width and each.refused is None and replace(other, width=kind.width) == kind
+        }
 
     def run(
         self,

@@ -101,6 +101,12 @@ def test_texts_are_those_of_the_stock_model(folder: Path, draft: Any, dtype: Any
         assert torch.equal(spec.generate(prompt, max_new_tokens=12, do_sample=False).sequences, expected)
 
 
+def test_loading_without_kernels_warns_of_the_time(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with kernels("none"):
+        selfspec.load(folder, weights="planes")
+    assert "weights='planes' takes many times as long without" in caplog.text
+
+
 @pytest.mark.parametrize("draft", [False, "upper", "int8", "lookup+upper"])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_conv1d_and_experts_decode_and_draft_over_planes(tmp_path: Path, name: str, draft: Any) -> None:
