@@ -139,9 +139,9 @@ def index(
 
     The file takes 8 bytes a token, is read as far as searches go, and holds for models with this tokenizer.
     """
-    from selfspec.files.writing import check_output_file
     from selfspec.model.identity import Vocabulary
     from selfspec.tools.index import write_corpus
+    from selfspec.tools.lab.outputs import check_output_file
     from selfspec.tools.train.corpus import plain_text, read_documents
 
     check_output_file(to)
@@ -207,9 +207,9 @@ def quantize(
     on text of the model's own (GPTQ), from random tokens or from prompts, which takes minutes.
     """
     from selfspec.draft import LowPrecision
-    from selfspec.files.writing import check_output_file
     from selfspec.formats.format import formats
     from selfspec.measure.prompts import read_prompts
+    from selfspec.tools.lab.outputs import check_output_file
 
     draft = LowPrecision(bits, group_size) if format is None else _named(format)
     bits = draft.format.bits

@@ -69,11 +69,11 @@ def search(
     """
     fewest, most = _sizes(sublayers)
 
-    from selfspec.files.writing import check_output_file
     from selfspec.measure.expected_time import Size
     from selfspec.tools.lab import search as searching
     from selfspec.tools.lab.ablation import Finding, fit_study, resize, sizes_of
     from selfspec.tools.lab.drafts import Space
+    from selfspec.tools.lab.outputs import check_output_file
     from selfspec.tools.lab.report import require_packages
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.study import Study, check_inputs, load

@@ -224,32 +224,22 @@ def few_rows(
     An output is summed in the same order for any number of rows and threads. Inputs are first multiplied by `factors`,
     `[in]`, in float32; a weight in int8 has `scales`, `[out]`.
     """
-    product: Tensor = _by((states, weight), _multiply, torch.ops.selfspec.few_rows)(
-        states, weight, bias, scales, factors
-    )
-    return product
+    return _by(_multiply, torch.ops.selfspec.few_rows, states, weight, bias, scales, factors)
 
 
 def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, as `few_rows` does."""
-    operator = torch.ops.selfspec.few_rows_in_four_bits
-    product: Tensor = _by((states, weight), _multiply_in_four_bits, operator)(states, weight, factors)
-    return product
+    return _by(_multiply_in_four_bits, torch.ops.selfspec.few_rows_in_four_bits, states, weight, factors)
 
 
 def few_rows_in_planes(states: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor) -> Tensor:
     """Multiply as `few_rows` does, to the last bit, with a weight in the parts of `selfspec.formats.planes`."""
-    product: Tensor = _by((states, weight), _multiply_in_planes, torch.ops.selfspec.few_rows_in_planes)(
-        states, weight, lower, rows, escapes
-    )
-    return product
+    return _by(_multiply_in_planes, torch.ops.selfspec.few_rows_in_planes, states, weight, lower, rows, escapes)
 
 
 def few_rows_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     """Multiply at most `MOST_ROWS` rows with the upper plane of a weight, half a step added."""
-    operator = torch.ops.selfspec.few_rows_in_upper
-    product: Tensor = _by((states, weight), _multiply_in_upper, operator)(states, weight, rows)
-    return product
+    return _by(_multiply_in_upper, torch.ops.selfspec.few_rows_in_upper, states, weight, rows)
 
 
 def rows_of_planes(
@@ -259,10 +249,7 @@ def rows_of_planes(
 
     `dtype` is float32 or bfloat16.
     """
-    found: Tensor = _by((ids, weight), _read_rows, torch.ops.selfspec.rows_of_planes)(
-        ids, weight, lower, rows, escapes, inputs, dtype
-    )
-    return found
+    return _by(_read_rows, torch.ops.selfspec.rows_of_planes, ids, weight, lower, rows, escapes, inputs, dtype)
 
 
 def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
@@ -294,8 +281,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     In 16 bits it rounds where the modules of `transformers` do: before the weight, and behind it.
     """
-    normalized: Tensor = _by((states, weight), _normalize, torch.ops.selfspec.rms_norm)(states, weight, epsilon)
-    return normalized
+    return _by(_normalize, torch.ops.selfspec.rms_norm, states, weight, epsilon)
 
 
 def attend_alone(
@@ -349,13 +335,11 @@ def _threads(work: int) -> int:
     return torch.get_num_threads() if work >= _WORTH_A_THREAD else 1
 
 
-def _by(
-    given: tuple[Tensor, Tensor], kernel: Callable[..., Tensor], operator: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    """Return the kernel itself, or its operator, which is slower, where a graph is made or something lies elsewhere."""
-    states, weight = given
+def _by(kernel: Callable[..., Tensor], operator: Any, states: Tensor, weight: Tensor, *others: object) -> Tensor:
+    """Call the kernel itself, or its operator, which is slower, where a graph is made or something lies elsewhere."""
     here = type(states) is Tensor and states.is_cpu and weight.is_cpu
-    return kernel if here and not torch.compiler.is_compiling() else operator
+    way: Callable[..., Tensor] = kernel if here and not torch.compiler.is_compiling() else operator
+    return way(states, weight, *others)
 
 
 def _multiply(

@@ -187,7 +187,7 @@ def packed_on_disk(made: Skeleton, format: Format, files: WeightFiles) -> dict[s
                     parts = {name: _written(file, part) for name, part in held.value.parts.items()}
                     found[held.names[0]] = StoredWeight(held.value.shape, held.dtype, parts, format, held.transposed)
             file.flush()
-            files.keep_open(Path(file.name))
+            files.opened(Path(file.name))
     except OSError as error:
         raise StorageError(
             f"packed weights cannot be written ({error.strerror}): set TMPDIR to a folder on a disk with room for them"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -199,14 +199,19 @@ def plan_checkpoint(
     bandwidth = surveyed.bandwidth()
 
     # Keys and values on the host are exact as well, but slower.
-    others: list[CacheKind] = ["host"] if cache is None and surveyed.may_keep("host") else []
-    kinds = [cache or "exact", *others]
+    kinds: list[CacheKind] = ["exact", "host"] if cache is None and surveyed.may_keep("host") else [cache or "exact"]
 
     def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
         keeping = surveyed.keeping(kept, size)
         return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, named_formats, beside))
 
-    found = _first_that_fits(planned, list(product(contexts, kinds)))
+    *others, last = product(contexts, kinds)
+    for choice in others:
+        with suppress(UnsupportedOptionError):
+            found = planned(*choice)
+            break
+    else:
+        found = planned(*last)
     there = source.available()
     if there is not None and found.plan.total > there:
         raise UnsupportedOptionError(
@@ -215,12 +220,3 @@ def plan_checkpoint(
         )
     source.check_streamed(found.plan.streamed)
     return found
-
-
-def _first_that_fits(
-    planned: Callable[[int, CacheKind], PlannedCheckpoint], choices: Sequence[tuple[int, CacheKind]]
-) -> PlannedCheckpoint:
-    for size, kept in choices[:-1]:
-        with suppress(UnsupportedOptionError):
-            return planned(size, kept)
-    return planned(*choices[-1])

@@ -213,7 +213,7 @@ class WeightFiles:
         """Fill memory with bytes of the tensor's file from `first` on, at least to the tensor's end."""
         done, least = 0, tensor.start + tensor.nbytes - first
         try:
-            opened = self._open(tensor.file)
+            opened = self.opened(tensor.file)
             while done < least:
                 read = os.preadv(opened, [memory[done : done + _MOST_AT_ONCE]], first + done)
                 if not read:
@@ -234,11 +234,8 @@ class WeightFiles:
         found = self._mapped[tensor.file][tensor.start : tensor.start + tensor.nbytes]
         return found.view(tensor.dtype).view(tensor.shape)
 
-    def keep_open(self, file: Path) -> None:
-        """Open a file that may be deleted before it is read."""
-        self._open(file)
-
-    def _open(self, file: Path) -> int:
+    def opened(self, file: Path) -> int:
+        """Return the descriptor of a file, which may be deleted once it is open."""
         with self._opening:
             if file not in self._opened:
                 try:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from selfspec.cache.cursors import BUCKET
 from selfspec.cache.shared_cache import recurrent_layers
@@ -95,7 +95,16 @@ class Survey:
 
     def keeping(self, cache: CacheKind, context: int) -> Survey:
         """Return the survey with another context, and another way to keep keys and values."""
-        _check_cache(cache, self.skeleton.model, self.source)
+        if cache not in self.source.caches:
+            known = " or ".join(self.source.caches)
+            raise UnsupportedOptionError(
+                f"cache={cache!r}: on {self.source.device.type} keys and values are {known}; leave it out"
+            )
+        model = self.skeleton.model
+        if cache != "exact" and recurrent_layers(model.config):
+            raise UnsupportedModelError(
+                f"cache={cache!r}: layers of {type(model).__name__} have states, which stay as they are; leave it out"
+            )
         return replace(self, cache=cache, context=context)
 
     @cached_property
@@ -181,17 +190,6 @@ def survey(
     packed = {} if format is None else packed_on_disk(made, format, files)
     layers = streamable_layers(made, packed)
     return Survey(made, made.model.config.dtype, files, layers, before, context, source, packed=packed)
-
-
-def _check_cache(cache: CacheKind, model: PreTrainedModel, source: WeightSource) -> None:
-    if cache not in source.caches:
-        raise UnsupportedOptionError(
-            f"cache={cache!r}: on {source.device.type} keys and values are {' or '.join(source.caches)}; leave it out"
-        )
-    if cache != "exact" and recurrent_layers(model.config):
-        raise UnsupportedModelError(
-            f"cache={cache!r}: layers of {type(model).__name__} have states, which stay as they are; leave it out"
-        )
 
 
 def streamable_layers(made: Skeleton, packed: Mapping[str, StoredWeight]) -> tuple[tuple[StreamableModule, ...], ...]:

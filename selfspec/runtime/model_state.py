@@ -312,12 +312,8 @@ def frozen_view(module: nn.Module) -> nn.Module:
     }
     if isinstance(module, PreTrainedModel):
         # It would search for padding in every pass without a mask.
-        view.__dict__["warn_if_padding_and_no_attention_mask"] = _not_warning
+        view.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     return view
-
-
-def _not_warning(*_: object) -> None:
-    return
 
 
 def run_watched(function: Callable[[], Any]) -> Any:

@@ -31,15 +31,7 @@ from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.suffixes import CorpusFile
 from selfspec.files.json_text import parse_json
-from selfspec.files.writing import (
-    check_output_file,
-    check_output_folder,
-    whole,
-    whole_folder,
-    write_json,
-    write_sealed,
-    writing,
-)
+from selfspec.files.writing import check_output_folder, whole, write_json, write_sealed, writing
 from selfspec.formats.format import formats
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
@@ -49,6 +41,7 @@ from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
 from selfspec.recipe import Recipe
 from selfspec.tools.index import write_corpus
+from selfspec.tools.lab.outputs import check_output_file, whole_folder
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Asked, Run, Runs
 from selfspec.tools.train.corpus import read_documents, written_text

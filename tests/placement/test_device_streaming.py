@@ -140,7 +140,7 @@ def test_a_disk_that_fails_while_loading_gives_memory_back(tmp_path: Path, monke
     copies, model = StandInCopies(), llama()
     model.save_pretrained(tmp_path)
     surveyed = survey(str(tmp_path), None, 128, FromHost(copies))
-    monkeypatch.setattr(WeightFiles, "_open", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(WeightFiles, "opened", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with pytest.raises(StorageError):
         place(surveyed, Plan(1, 1, None, 0, Bandwidth(1, 1), 1.0))
     gc.collect()

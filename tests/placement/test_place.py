@@ -248,14 +248,14 @@ def test_a_read_that_fails_is_a_typed_error_and_the_next_call_is_right(
     spec: selfspec.SelfSpeculative, wanted: torch.Tensor, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     assert torch.equal(greedy(spec), wanted)
-    stock, reads = WeightFiles._open, iter(range(100))
+    stock, reads = WeightFiles.opened, iter(range(100))
 
     def failing(files: WeightFiles, file: Path) -> int:
         if next(reads) == 5:
             raise error
         return stock(files, file)
 
-    monkeypatch.setattr(WeightFiles, "_open", failing)
+    monkeypatch.setattr(WeightFiles, "opened", failing)
     with pytest.raises(StorageError if isinstance(error, OSError) else KeyboardInterrupt):
         greedy(spec)
     assert torch.equal(greedy(spec), wanted)
@@ -266,7 +266,7 @@ def test_reads_ahead_that_fail_do_not_fail_the_next_call(
 ) -> None:
     spec = wrapped(streamed(tmp_path, model, bits=None))
     with monkeypatch.context() as patched:
-        patched.setattr(WeightFiles, "_open", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patched.setattr(WeightFiles, "opened", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(StorageError, match="cannot be read"):
             greedy(spec)
         # The weights that come next fail while the error is on its way.

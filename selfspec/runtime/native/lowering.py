@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -136,9 +136,9 @@ class _Lowering:
             aten.embedding.default: lambda node: self._looked_up(*node.args[:2]),
             aten.index.Tensor: self._chosen_rows,
             aten.add.Tensor: self._add,
-            aten.arange.default: self._numbers,
+            aten.arange.default: lambda node: self._constant(aten.arange.default(*node.args, **node.kwargs)),
             aten.cat.default: self._cat,
-            aten.zeros_like.default: self._zeros,
+            aten.zeros_like.default: lambda node: self._map(Function.COPY, [0.0], self._new(node.meta["val"].shape)),
             aten.native_layer_norm.default: self._layer_norm,
             aten.index_copy_.default: self._write,
             aten.index_put_.default: self._write_by_row,
@@ -295,12 +295,6 @@ class _Lowering:
         sources = [self._value(states), self._value(factor)]
         return self._map(_GATES[str(name)], sources, self._new(node.meta["val"].shape))
 
-    def _zeros(self, node: Any) -> Value:
-        return self._map(Function.COPY, [0.0], self._new(node.meta["val"].shape))
-
-    def _numbers(self, node: Any) -> Value:
-        return self._constant(node.target(*node.args, **node.kwargs))
-
     def _cat(self, node: Any) -> Value:
         parts, dim = [self._value(each) for each in node.args[0]], node.args[1] if len(node.args) > 1 else 0
         whole, first = self._new(node.meta["val"].shape), 0
@@ -355,28 +349,30 @@ class _Lowering:
             if each is not None
         }
         states, weight = given.pop("x"), given.pop("weight")
-        outputs = _rows_of(weight)
-        return self._multiplied(states, weight, outputs if number is None else replace(outputs, dtype=number), given)
+        if not weight.layout.is_contiguous():
+            raise RecordingError("programs read weights row by row")
+        layout = NUMBERS[weight.layout.dtype] if number is None else number
+        return self._multiplied(states, weight, layout, weight.layout.shape[0], given)
 
     def _product_of_columns(self, node: Any) -> Value:
         *bias, states, weight = map(self._value, node.args)
         if node.kwargs or weight.layout.dtype not in IN_FLOAT32 or weight.storage.constant is None:
             raise RecordingError(f"programs do not know this {node.target}")
-        held = {"bias": bias[0]} if bias else {}
-        if weight.layout.t().is_contiguous():
-            return self._multiplied(states, weight, _rows_of(weight, 1), held)
-        if not weight.layout.is_contiguous() or weight.layout.dtype != torch.float32:
+        by_rows = weight.layout.t().is_contiguous()
+        if not by_rows and (not weight.layout.is_contiguous() or weight.layout.dtype != torch.float32):
             raise RecordingError("programs read weights in the order of memory, and in 16 bits row by row")
-        return self._multiplied(states, weight, _Outputs(weight.layout.shape[1], FLOAT_COLUMNS), held)
+        layout = NUMBERS[weight.layout.dtype] if by_rows else FLOAT_COLUMNS
+        return self._multiplied(states, weight, layout, weight.layout.shape[1], {"bias": bias[0]} if bias else {})
 
-    def _multiplied(self, states: Value, weight: Value, outputs: _Outputs, held: Mapping[str, Value]) -> Value:
+    def _multiplied(self, states: Value, weight: Value, layout: int, outputs: int, held: Mapping[str, Value]) -> Value:
+        """Multiply with a weight that lies as `program.cpp` knows by the number `layout`."""
         states = self._contiguous(states)
         *shape, inputs = states.layout.shape
-        result = self._new([*shape, outputs.number])
+        result = self._new([*shape, outputs])
         rows = math.prod(shape)
         if rows > MOST_ROWS:
             raise RecordingError("a program multiplies few rows")
-        words: list[Word] = [outputs.dtype, rows, inputs, outputs.number, states.place, weight.place]
+        words: list[Word] = [layout, rows, inputs, outputs, states.place, weight.place]
         places = {name: (self._contiguous(each) if _is_float(each) else each).place for name, each in held.items()}
         self._emit(Kind.PRODUCT, [*words, *(places.get(name, NOWHERE) for name in HELD), result.place], result)
         self._products[id(result.storage)] = self._operations[-1]
@@ -397,7 +393,7 @@ class _Lowering:
     def _normed(self, states: Value, weight: Value | None, bias: Value | None, epsilon: float, shift: float) -> Value:
         states = self._contiguous(states)
         result, size = self._new(states.layout.shape), states.layout.shape[-1]
-        factors = [_place(None if each is None else self._contiguous(each)) for each in (weight, bias)]
+        factors = [NOWHERE if each is None else self._contiguous(each).place for each in (weight, bias)]
         rows = states.layout.numel() // size
         return self._emit(Kind.NORM, [rows, size, epsilon, shift, states.place, *factors, result.place], result)
 
@@ -504,21 +500,6 @@ class _Lowering:
 _BIAS, _RESIDUAL = (6 + HELD.index(name) for name in ("bias", "residual"))
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """Says how a weight lies: the number of its outputs, and the number of its layout in `program.cpp`."""
-
-    number: int
-    dtype: int
-
-
-def _rows_of(weight: Value, dim: int = 0) -> _Outputs:
-    """Return the outputs of a weight whose rows lie side by side."""
-    if dim == 0 and not weight.layout.is_contiguous():
-        raise RecordingError("programs read weights row by row")
-    return _Outputs(weight.layout.shape[dim], NUMBERS[weight.layout.dtype])
-
-
 def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
     """Return the words of the copies that an attention reads."""
     if keys is None or values is None:
@@ -528,7 +509,3 @@ def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
 
 def _is_float(value: Value) -> bool:
     return value.layout.dtype.is_floating_point
-
-
-def _place(value: Value | None) -> Place:
-    return NOWHERE if value is None else value.place

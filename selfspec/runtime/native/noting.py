@@ -223,7 +223,8 @@ def _weighted(node: Any) -> _Found:
         shift = 0.0
         if _is(weight, aten.add.Tensor) and weight.args[1] == 1.0:
             weight, shift = weight.args[0], 1.0
-        if _is_held(weight) and weight.meta["val"].shape == states.meta["val"].shape[-1:]:
+        is_held = isinstance(weight, Node) and weight.op == "get_attr"
+        if is_held and weight.meta["val"].shape == states.meta["val"].shape[-1:]:
             return rms_norm, (states, weight, epsilon, shift)
     return None
 
@@ -248,10 +249,6 @@ def _either_way(node: Any, target: Any) -> Sequence[tuple[Any, Any]]:
 
 def _is(node: Any, target: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
-
-
-def _is_held(node: Any) -> bool:
-    return isinstance(node, Node) and node.op == "get_attr"
 
 
 def _changes_float(node: Any) -> bool:

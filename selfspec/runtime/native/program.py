@@ -16,7 +16,7 @@ from selfspec.kernels import native
 from selfspec.runtime.few_rows import has_avx512, with_kernel
 from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, Storage, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
-from selfspec.runtime.native.noting import Noted, noted
+from selfspec.runtime.native.noting import noted
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import Chain, ChainStep, Draws
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, close
@@ -92,14 +92,10 @@ class Native(Runtime):
         return program.chain(first, draws)
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
-        buffers, tree = len(example.slots.buffers), example.slots.block is not None
         with RECORDING:
-            capture = captured(function, example)
-        places = _places(example.flat(), example.source.flat()) if example.source is not None else ()
+            found = captured(function, example)
         head = function.kind.runs.head
-        kept = None if head is None else head.tokens
-        found = lowered(capture.noted, capture.sights, function.kind.uniform, tree, buffers, places)
-        return _Program(found, example, kept)
+        return _Program(found, example, None if head is None else head.tokens)
 
 
 class _Program:
@@ -124,9 +120,10 @@ class _Program:
         offsets, self._bytes = planned(operations)
         self._shapes = pass_.shapes
         self._program = encoded(operations, offsets, len(flat) + len(pass_.shapes))
-        self._weights = _constants(pass_)
-        read = sum(weight.nbytes for weight in self._weights)
-        self._bytes_between_waits = read / (1 + operations.count(None))
+        read = (storage.constant for operation in pass_.operations for storage in operation.reads)
+        # Weights that it reads have to outlive it.
+        self._weights = list({id(each): each for each in read if each is not None}.values())
+        self._bytes_between_waits = sum(each.nbytes for each in self._weights) / (1 + operations.count(None))
         self._dtype = slots.buffers[0].dtype
         self._memories: list[Tensor] = []
 
@@ -194,11 +191,8 @@ class _Program:
     def _run(self, addresses: native.Words) -> None:
         library = native.library()
         assert library is not None
-        library.run(self._program, addresses, self._threads)
-
-    @property
-    def _threads(self) -> int:
-        return torch.get_num_threads() if self._bytes_between_waits >= _WORTH_A_THREAD else 1
+        threads = torch.get_num_threads() if self._bytes_between_waits >= _WORTH_A_THREAD else 1
+        library.run(self._program, addresses, threads)
 
     @contextmanager
     def _memory(self) -> Iterator[Tensor]:
@@ -215,12 +209,6 @@ def _places(flat: Sequence[Tensor], some: Iterable[Tensor | None]) -> list[int]:
     """Return the indices of some tensors of a call among all of them; -1 for None."""
     place = {id(tensor): place for place, tensor in enumerate(flat)}
     return [-1 if each is None else place[id(each)] for each in some]
-
-
-def _constants(pass_: Lowered) -> Sequence[Tensor]:
-    """Return the weights that a program reads, which must outlive it."""
-    read = (storage.constant for operation in pass_.operations for storage in operation.reads)
-    return list({id(each): each for each in read if each is not None}.values())
 
 
 def with_waits(operations: Iterable[Operation]) -> list[Operation | None]:
@@ -294,44 +282,32 @@ def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
 _NAME = "selfspec_recorded_attention"
 
 
-@dataclass(frozen=True)
-class Capture:
-    """Holds a captured pass, which takes the tensors of `PassTensors.flat` and then a mask for each of `sights`."""
-
-    noted: Noted
-    sights: tuple[Sight, ...]
-
-
 @torch.no_grad()
-def captured(function: PassFunction, example: PassTensors) -> Capture:
-    """Capture a pass of a view that is `prepared`, without running it. RecordingError: its masks are unknown."""
-    flat = example.flat()
+def captured(function: PassFunction, example: PassTensors) -> Lowered:
+    """Capture a pass of a view that is `prepared`, without running it. RecordingError: programs do not know it."""
+    flat, slots, source = example.flat(), example.slots, example.source
     masks = function.masks(flat)
     by_type = masks if isinstance(masks, dict) else {None: masks}
     made = {name: mask for name, mask in by_type.items() if mask is not None}
-    sights = tuple(_sight(name, function) for name in made)
+    sights = [_sight(name, function) for name in made]
 
     def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(made, tensors[len(flat) :], strict=True))
         mask = {**by_type, **given} if isinstance(masks, dict) else given[None]
         return function.masked(tensors[: len(flat)], mask).flat()
 
-    return Capture(noted(whole, [*flat, *made.values()]), sights)
+    places = () if source is None else _places(flat, source.flat())
+    graph = noted(whole, [*flat, *made.values()])
+    return lowered(graph, sights, function.kind.uniform, slots.block is not None, len(slots.buffers), places)
 
 
 def _sight(name: str | None, function: PassFunction) -> Sight:
     """Return the slots that tokens see under the mask of a type of layers."""
-    view, sliding = function.kind.path.view, _window(name, function.config)
+    if name not in ("full_attention", "sliding_attention", None):
+        raise RecordingError(f"masks of {name} are not known to programs")
+    view = function.kind.path.view
+    sliding = None if name == "full_attention" else getattr(function.config, "sliding_window", None)
     return Sight(sliding, view.window, view.top_keys is not None and sliding is None)
-
-
-def _window(name: str | None, config: Any) -> int | None:
-    if name == "full_attention":
-        return None
-    if name in ("sliding_attention", None):
-        window: int | None = getattr(config, "sliding_window", None)
-        return window
-    raise RecordingError(f"masks of {name} are not known to programs")
 
 
 def _can_be_recorded(module: nn.Module) -> bool:

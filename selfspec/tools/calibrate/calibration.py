@@ -21,7 +21,7 @@ from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedModelError
-from selfspec.files.writing import check_output_file, write_sealed
+from selfspec.files.writing import write_sealed
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
@@ -44,6 +44,7 @@ from selfspec.tools.calibrate.candidates import (
 )
 from selfspec.tools.calibrate.confirm import Confirmed, batches, confirm, generation_options
 from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.lab.outputs import check_output_file
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7

@@ -18,14 +18,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import UnsupportedModelError
-from selfspec.files.writing import (
-    check_new,
-    check_output_file,
-    check_output_folder,
-    whole,
-    whole_folder,
-    write_json,
-)
+from selfspec.files.writing import check_output_folder, whole, write_json
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.decodable import check_saved_whole
 from selfspec.model.early_head import DraftHead
@@ -35,6 +28,7 @@ from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.export.cut_model import DraftLayers, cut_model, folded, layers_of, parameter_count
+from selfspec.tools.lab.outputs import check_new, check_output_file, whole_folder
 from selfspec.version import __version__
 
 Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
 from selfspec.files.json_text import DescribedTensors, write_described
-from selfspec.files.writing import check_output_file, write_sealed
+from selfspec.files.writing import write_sealed
 from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import Message
 from selfspec.measure.stock import end_tokens
 from selfspec.measure.summary import describe_config
 from selfspec.model.checkpoint import load_tokenizer, read_config
+from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.study import first_error
 from selfspec.tools.train.recipe import Course, Texts
 
