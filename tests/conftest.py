@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from math import ceil
 from typing import Any
 
@@ -115,11 +116,7 @@ def _no_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kernels_where_asked_for(request: pytest.FixtureRequest) -> Iterator[None]:
-    marked = request.node.get_closest_marker("kernels")
-    if not marked:
-        yield
-        return
-    with kernels(None):
+    with kernels(None) if request.node.get_closest_marker("kernels") else nullcontext():
         yield
 
 
@@ -141,6 +138,12 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def stories() -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
+    return model
+
+
+@pytest.fixture(scope="session")
+def exact_stories() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder(), dtype=torch.float64)
     return model
 
 

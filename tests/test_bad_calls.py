@@ -20,7 +20,7 @@ import selfspec
 from helpers import tiny
 from helpers.studies import profile_of
 from selfspec import drafts
-from selfspec.accept.relaxed import TopKTolerance, Typical
+from selfspec.accept.relaxed import Lenience, TopKTolerance, Typical
 from selfspec.errors import SelfSpecError
 from selfspec.serve.row_request import RowRequest, SamplingParams
 from selfspec.tools.calibrate.measurements import Measurements
@@ -166,22 +166,15 @@ CALLS["Assistant itself copied"] = lambda g: selfspec.wrap(g.model, drafts.Assis
 CALLS["Assistant itself first"] = lambda g: selfspec.wrap(
     g.model, drafts.Cascade(drafts.PromptLookup(), drafts.Assistant(g.model))
 )
-CALLS["Assistant of another vocabulary"] = lambda g: selfspec.wrap(
-    g.model, drafts.Assistant(tiny.llama(vocab_size=60))
-)
 _each("Cascade first", [*NO_DRAFTERS, drafts.EarlyExit(1)], lambda g, v: drafts.Cascade(v, drafts.EarlyExit(2)))
 _each("Cascade then", NO_DRAFTERS, lambda g, v: drafts.Cascade(drafts.PromptLookup(), v))
 CALLS["wrap weights"] = lambda g: selfspec.wrap(tiny.llama().to("meta"))
-CALLS["Cascade of two paths"] = lambda g: drafts.Cascade(drafts.EarlyExit(2), drafts.LayerSkip(mlp=[1]))
-CALLS["Cascade of one kind"] = lambda g: drafts.Cascade(drafts.PromptLookup(), drafts.PromptLookup())
-CALLS["Cascade of one kind inside"] = lambda g: drafts.Cascade(
-    drafts.PromptLookup(), drafts.Cascade(drafts.Recycling(), drafts.PromptLookup())
-)
 _each("Union", [*NO_DRAFTERS, drafts.Recycling()], lambda g, v: drafts.Union(drafts.Recycling(), v))
 
 # Rules, controls, costs, runtimes.
 _each("Typical epsilon", [*NO_NUMBERS, -0.1, 1.5], lambda g, v: Typical(epsilon=v))
 _each("Typical delta", [*NO_NUMBERS, -0.1], lambda g, v: Typical(delta=v))
+_each("Lenience", [*NO_NUMBERS, 0, -0.5, 1.5], lambda g, v: Lenience(v))
 _each("TopKTolerance top_k", NO_COUNTS, lambda g, v: TopKTolerance(top_k=v))
 _each(
     "TopKTolerance tolerance", [NAN, -INF, "0.5", None, True, [0.5], 1j, -0.1], lambda g, v: TopKTolerance(tolerance=v)
@@ -201,7 +194,6 @@ _each("Costs rows", NO_COUNTS, lambda g, v: selfspec.Costs(0.3, rows=v))
 _each(
     "BatchCosts", [(), None, 3, "x", [0.3], (selfspec.Costs,), selfspec.Costs(0.3)], lambda g, v: selfspec.BatchCosts(v)
 )
-CALLS["BatchCosts of rows twice"] = lambda g: selfspec.BatchCosts((selfspec.Costs(0.3), selfspec.Costs(0.4)))
 _each("Native", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.Native(after=v))
 _each("CudaGraphs", [-1, 1.5, "3", True, None, NAN], lambda g, v: selfspec.runtime.CudaGraphs(after=v))
 _each("CudaGraphs bucket", [1, 0, False, 8.0], lambda g, v: selfspec.runtime.CudaGraphs(0, v))
@@ -273,7 +265,7 @@ ROWS: dict[str, list[Any]] = {
 SAYS = {f"RowRequest {field}": field for field in ROWS if field != "input_ids"} | {
     "wrap model": "transformers model|a torch module", "wrap draft": "draft|cannot be read",
     "wrap length": "draft length", "wrap accept": "accept|choose one of", "wrap adapter": "adapter",
-    "wrap runtime": "runtime",
+    "wrap runtime": "runtime", "Lenience": "lenience is above 0 and at most 1",
     "EarlyExit": "exit layer", "LayerSkip attention": "attention|skip set", "LayerSkip mlp": "mlp|skip set",
     "LayerSkip layers": "layers|skip set", "PromptLookup shortest": "longest <= 64",
     "PromptLookup longest": "longest <= 64", "Cascade first": "cascade", "Cascade then": "cascade",

@@ -17,6 +17,8 @@ import selfspec.adapters
 from helpers import tiny
 from helpers.any_rounds import AnyShrunkenRounds, any_rounds
 from helpers.contract import CHECKS, Subject
+from helpers.drafting import assert_alike
+from helpers.joints import assert_rows_are_stock
 from helpers.shrunken import shrunken
 from helpers.snippets import ROOT, snippets
 from selfspec.adapters import ADAPTERS
@@ -56,6 +58,7 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
         ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("llama", _rope("linear")),
+        ("llama", _rope("dynamic") | {"max_position_embeddings": 23}),
         ("llama", _rope("yarn", original_max_position_embeddings=8)),
         (
             "llama",
@@ -70,48 +73,10 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_variants_of_an_architecture_are_exact_too(architecture: str, options: dict[str, Any]) -> None:
-    _assert_exact(tiny.BUILDERS[architecture](**options), prompt=9)
-
-
-LONGROPE = _rope("longrope", short_factor=[1.0] * 4, long_factor=[8.0] * 4, original_max_position_embeddings=24)
-
-
-@pytest.mark.parametrize("prompt", [2, 10, 26, 40])
-def test_longrope_is_exact_on_either_side_of_the_original_context(prompt: int) -> None:
-    _assert_exact(tiny.llama(**LONGROPE), prompt)
-    other = tiny.llama(**{**LONGROPE, "rope_parameters": {**LONGROPE["rope_parameters"], "long_factor": [1.0] * 4}})
-    prompts = tiny.prompt(prompt)
-    differs = not torch.equal(tiny.llama(**LONGROPE)(prompts).logits, other(prompts).logits)
-    assert differs == (prompt > 24)
-
-
-@pytest.mark.parametrize("prompt", [11, 20, 24, 25])
-def test_longrope_is_refused_where_a_text_crosses_the_original_context(prompt: int) -> None:
-    for draft in (None, EXIT):
-        with pytest.raises(selfspec.errors.UnsupportedOptionError, match=r"longrope.* 24 tokens"):
-            selfspec.wrap(tiny.llama(**LONGROPE), draft, draft_length=4).generate(
-                tiny.prompt(prompt), max_new_tokens=14
-            )
-    # So are rows that lie on different sides.
-    mask = torch.ones(2, 40, dtype=torch.long)
-    mask[1, :36] = 0
-    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="longrope"):
-        selfspec.wrap(tiny.llama(**LONGROPE)).generate(tiny.prompt(40, 2), mask, max_new_tokens=2)
-
-
-def test_dynamic_tables_are_exact_up_to_the_context_beyond_which_no_request_goes() -> None:
-    model = tiny.llama(**_rope("dynamic"), max_position_embeddings=24)
-    _assert_exact(model, prompt=10)
-    with pytest.raises(selfspec.errors.PromptError, match="context of 24"):
-        selfspec.wrap(model, EXIT, draft_length=4).generate(tiny.prompt(11), max_new_tokens=14)
-
-
-def _assert_exact(model: PreTrainedModel, prompt: int) -> None:
-    prompts = tiny.prompt(prompt)
-    wanted = model.generate(prompts, max_new_tokens=14, do_sample=False)
+    model = tiny.BUILDERS[architecture](**options)
     for draft in (None, EXIT, SKIP):
-        out = selfspec.wrap(model, draft, draft_length=3).generate(prompts, max_new_tokens=14, do_sample=False)
-        assert out.sequences.tolist() == wanted.tolist()
+        spec = selfspec.wrap(model, draft, draft_length=3)
+        assert_alike(spec, inputs=tiny.prompt(9), max_new_tokens=14, do_sample=False)
 
 
 _RIGHT = "mlp_returns=2)"
@@ -162,15 +127,10 @@ TestAnyRoundsMamba2 = pytest.mark.contract(
 @pytest.mark.parametrize("architecture", ["jamba", "lfm2", "mamba2"])
 def test_prompts_beside_one_of_a_single_token_leave_their_own_states(architecture: str) -> None:
     """Read nothing of a single token before the first round, so that no length is common to all rows."""
-    model, prompts = shrunken(architecture), tiny.prompt(7, 3, vocabulary=50)
-    lengths = (1, 4, 7)
-    mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
+    model = shrunken(architecture)
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    out = spec.generate(prompts, mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    for row, length in enumerate(lengths):
-        alone = prompts[row : row + 1, 7 - length :]
-        wanted = model.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=8, do_sample=False)
-        assert out.sequences[row, 7 - length :].tolist() == wanted[0].tolist()
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 4, 7)]
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=8, eos_token_id=None)
 
 
 def test_an_mlp_that_is_not_there_cannot_be_skipped() -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from selfspec.control import Controller, Evidence
 from selfspec.control.cost_aware import CostAware, CostAwareController
 from selfspec.control.costs import Costs, speedup
@@ -145,10 +146,7 @@ def test_evidence_is_the_exit_beside_the_target(
 def test_a_head_of_a_reduced_vocabulary_is_judged_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = seen(monkeypatch)
     draft = selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), tuple(range(0, 50, 2)))
-    ids = tiny.prompt(40)
-    wanted = llama.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    out = selfspec.wrap(llama, draft).generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    assert torch.equal(out.sequences, wanted)
+    assert_alike(selfspec.wrap(llama, draft), inputs=tiny.prompt(40), max_new_tokens=24, do_sample=False)
     assert len(noted[0].chances) == 32
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from helpers.studies import COSTS, GREEDY, SAMPLED, profile_of
 from selfspec import FixedLength, Profile, wrap
 from selfspec.control import CostAware
@@ -30,7 +32,6 @@ from selfspec.control.profile import (
 from selfspec.draft import Cascade, EarlyExit, PromptLookup
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, ProfileError
-from selfspec.model.layer_path import LayerPath
 
 
 @pytest.fixture
@@ -123,24 +124,19 @@ def test_what_is_damaged_is_refused_by_name(file: Path, named: str) -> None:
         {"verify": -2.0},
         {"verify": 0},
         {"overhead": float("nan")},
+        # In place of the list of costs.
+        *(None, 3, [], [1], "the same twice"),
     ],
     ids=str,
 )
-def test_costs_that_cannot_be_or_are_missing_are_refused(file: Path, costs: dict[str, float | None]) -> None:
+def test_costs_that_cannot_be_or_are_missing_are_refused(file: Path, costs: Any) -> None:
     def damage(content: dict[str, Any]) -> None:
-        whole = content["greedy"]["costs"]["measured"][1] | costs
-        content["greedy"]["costs"]["measured"][1] = {name: value for name, value in whole.items() if value is not None}
-
-    damaged(file, damage)
-    with pytest.raises(ProfileError, match=r"greedy\.costs"):
-        Profile.load(file)
-
-
-@pytest.mark.parametrize("measured", [None, {}, [], [1], ["same", "same"]])
-def test_lists_of_costs_that_cannot_be_are_refused(file: Path, measured: Any) -> None:
-    def damage(content: dict[str, Any]) -> None:
-        costs = content["greedy"]["costs"]
-        costs["measured"] = [costs["measured"][0] if each == "same" else each for each in measured or []] or measured
+        of_batches = content["greedy"]["costs"]
+        if isinstance(costs, dict):
+            whole = of_batches["measured"][1] | costs
+            of_batches["measured"][1] = {name: value for name, value in whole.items() if value is not None}
+        else:
+            of_batches["measured"] = of_batches["measured"][:1] * 2 if isinstance(costs, str) else costs
 
     damaged(file, damage)
     with pytest.raises(ProfileError, match=r"greedy\.costs"):
@@ -166,21 +162,18 @@ def test_profiles_lie_in_the_users_cache_by_default(monkeypatch: pytest.MonkeyPa
     [
         ({"threads": 7}, r"CPU threads 7 there, 1 here.*selfspec calibrate MODEL --dtype float64"),
         *(({name: "0.0"}, f"{name} version 0.0") for name in ("torch", "selfspec", "transformers")),
+        # Weights that begin alike are distinguished.
+        ({"fingerprint": "0" * 48}, "weights"),
     ],
 )
 @pytest.mark.usefixtures("profiles")
 def test_a_profile_of_another_setting_is_refused(llama: PreTrainedModel, changed: dict[str, Any], words: str) -> None:
-    setting = replace(Setting.of(llama), **changed)
-    replace(profile_of(llama), setting=setting).save(default_file(setting))
-    with pytest.raises(ProfileError, match=words):
-        find_profile(Setting.of(llama))
-
-
-def test_weights_that_begin_alike_are_distinguished(profiles: Path, llama: PreTrainedModel) -> None:
     here = Setting.of(llama)
-    there = replace(here, fingerprint=here.fingerprint[:16] + "0" * 48)
+    if "fingerprint" in changed:
+        changed = {"fingerprint": here.fingerprint[:16] + changed["fingerprint"]}
+    there = replace(here, **changed)
     replace(profile_of(llama), setting=there).save(default_file(there))
-    with pytest.raises(ProfileError, match="weights"):
+    with pytest.raises(ProfileError, match=words):
         find_profile(here)
 
 
@@ -192,32 +185,13 @@ def calibrated(llama: PreTrainedModel, profiles: Path) -> PreTrainedModel:
     return llama
 
 
-@pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> list[LayerPath]:
-    """The paths that drafts are asked for, as generations go."""
-    seen: list[LayerPath] = []
-    path = EarlyExit.path
-
-    def noted(self: EarlyExit, depth: int) -> LayerPath:
-        seen.append(path(self, depth))
-        return seen[-1]
-
-    monkeypatch.setattr(EarlyExit, "path", noted)
-    return seen
-
-
-def _exits(paths: list[LayerPath]) -> set[int]:
-    return {path.resume_point.layer for path in paths if path.resume_point is not None}
-
-
-def test_each_kind_of_decoding_has_its_draft(calibrated: PreTrainedModel, paths: list[LayerPath]) -> None:
+def test_each_kind_of_decoding_has_its_draft(calibrated: PreTrainedModel) -> None:
     spec = wrap(calibrated, draft="auto")
     for sampling, exit_layer in ((False, 2), (True, 1)):
-        paths.clear()
-        spec.generate(tiny.prompt(9), max_new_tokens=12, do_sample=sampling, seed=0)
-        drafts = paths.copy()
         # Which of both fit is checked when the model is wrapped; a call asks for its own alone.
-        assert _exits(drafts) == {exit_layer}
+        with mock.patch.object(EarlyExit, "path", autospec=True, side_effect=EarlyExit.path) as asked:
+            spec.generate(tiny.prompt(9), max_new_tokens=12, do_sample=sampling, seed=0)
+        assert {call.args[0].layer for call in asked.call_args_list} == {exit_layer}
 
 
 def test_the_measured_costs_control_the_draft(llama: PreTrainedModel) -> None:
@@ -293,9 +267,7 @@ def test_another_draft_of_the_same_wrapper(calibrated: PreTrainedModel) -> None:
 def test_without_a_profile_look_ups_and_eight_bits_draft(llama: PreTrainedModel) -> None:
     spec = wrap(llama, "auto")
     assert spec.draft == selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(), selfspec.drafts.LowPrecision(8))
-    ids = tiny.prompt(9)
-    wanted = llama.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
-    assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None).sequences, wanted)
+    assert_alike(spec, inputs=tiny.prompt(9), max_new_tokens=24, do_sample=False)
 
 
 def test_without_a_profile_a_quantised_model_decodes_plainly(llama: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import rounds_of
 from helpers.reference import watched, with_layers
 from selfspec.draft import Drafter, EarlyExit, ExitHead, LayerSkip
 from selfspec.draft.early_exit import ABOUT, FILE
@@ -197,11 +198,11 @@ def test_what_is_no_skip_set_is_refused(tmp_path: Path, content: str) -> None:
         LayerSkip.from_file(tmp_path / "none.json")
 
 
-def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None = None) -> Path:
-    """Heads of random weights for a tiny model, exits 1 and 2."""
+def _side_car(folder: Path, model: torch.nn.Module, trained: bool = True) -> Path:
+    """Heads for a tiny model, exits 1 and 2: of random weights, or new ones, which change nothing."""
     torch.manual_seed(1)
-    heads = ExitHeads(32, 16, (1, 2), tokens)
-    for weight in heads.parameters():
+    heads = ExitHeads(32, 16, (1, 2))
+    for weight in heads.parameters() if trained else ():
         torch.nn.init.normal_(weight, std=0.3)
     folder.mkdir()
     heads.save(folder, torch.float32, fingerprint(model), 2, {"alpha_2": 0.5})
@@ -211,25 +212,16 @@ def _side_car(folder: Path, model: torch.nn.Module, tokens: torch.Tensor | None 
 def test_the_adapter_is_what_drafts(tmp_path: Path) -> None:
     """A head that changes nothing drafts as the plain exit does; a random one does not."""
     model = tiny.llama()
-    ids = tiny.prompt(7)
-    heads = ExitHeads(32, 16, (2,))
-    (tmp_path / "new").mkdir()
-    heads.save(tmp_path / "new", torch.float32, fingerprint(model), 2, {})
     drafters = (
         EarlyExit(2),
-        ExitHead.from_pretrained(tmp_path / "new"),
+        ExitHead.from_pretrained(_side_car(tmp_path / "new", model, trained=False)),
         ExitHead.from_pretrained(_side_car(tmp_path / "random", model)),
     )
-    drafts = [
-        [
-            row.rows[0].draft
-            for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(
-                ids, max_new_tokens=20, do_sample=False
-            )
-        ]
+    plain, new, random = (
+        [row.draft for row in rounds_of(selfspec.wrap(model, draft=drafter, draft_length=4), tiny.prompt(7), 20)]
         for drafter in drafters
-    ]
-    assert drafts[0] == drafts[1] != drafts[2]
+    )
+    assert plain == new != random
 
 
 def test_the_default_exit_is_the_one_its_training_chose(tmp_path: Path) -> None:

@@ -427,9 +427,11 @@ def test_a_context_that_lost_its_place_is_not_known_by_the_candidates_of_another
     assert table.find(np.array([[1], [2]])).candidates.tolist() == [[7, NONE], [NONE, NONE]]
 
 
-@pytest.mark.parametrize("draft", ["recycle", "suffix"])
-def test_processors_with_memory_get_a_chain(llama: PreTrainedModel, draft: str) -> None:
-    spec, ids = selfspec.wrap(llama, draft, draft_length=5), tiny.prompt(9)
+@pytest.mark.parametrize(
+    ("draft", "control"), [("recycle", 5), ("suffix", 5), ("exit:3", selfspec.FixedLength(3, nodes=8))], ids=str
+)
+def test_processors_with_memory_get_a_chain(llama: PreTrainedModel, draft: str, control: Any) -> None:
+    spec, ids = selfspec.wrap(llama, draft, draft_length=control), tiny.prompt(9)
     options: dict[str, Any] = {"logits_processor": LogitsProcessorList([Remembering()]), "max_new_tokens": 32}
     for _ in range(2):
         output = spec.generate(ids, **GREEDY, **options)

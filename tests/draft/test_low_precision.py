@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import selfspec
 from helpers import tiny
 from helpers.captures import Again, StandIn, ticking
+from helpers.drafting import assert_alike, rounds_of
 from helpers.saved_folders import checkpoint_folder
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
@@ -28,6 +29,7 @@ from selfspec.formats.int8 import Int8, Int8Linear
 from selfspec.formats.packed import PackedExperts, PackedLinear
 from selfspec.kernels import native
 from selfspec.measure.teacher_forced import DraftPath
+from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
@@ -36,6 +38,7 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.train.corpus import count_vocabulary, most_frequent
+from selfspec.tools.train.exit_heads import ExitHeads
 
 EIGHT, FOUR = WeightCopy(Int8()), WeightCopy(Int4())
 
@@ -285,8 +288,7 @@ def test_a_model_made_in_inference_mode_drafts() -> None:
     with torch.inference_mode():
         stock, prompts = tiny.llama(dtype=torch.float32), tiny.prompt(9)
     spec = selfspec.wrap(stock, selfspec.drafts.LowPrecision(), draft_length=3)
-    wanted = stock.generate(prompts, max_new_tokens=12, do_sample=False)
-    assert torch.equal(spec.generate(prompts, max_new_tokens=12, do_sample=False).sequences, wanted)
+    assert_alike(spec, inputs=prompts, max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize("copied", [EIGHT, FOUR])
@@ -401,37 +403,23 @@ def test_greedy_text_is_the_models_own_and_drafts_stay_inside(architecture: str,
     ids = tiny.prompt(7)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     spec = selfspec.wrap(model, draft=ReducedVocabulary(inner, _KEPT), draft_length=4)
-    rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
+    rounds = rounds_of(spec, ids, 20)
     assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
     assert {token for row in rounds for token in row.draft} <= set(_KEPT)
 
 
 def test_the_whole_vocabulary_in_another_order_changes_nothing() -> None:
-    model = tiny.gpt2()
-    ids = tiny.prompt(5)
-    rounds = [
-        [
-            row.rows[0]
-            for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(
-                ids, max_new_tokens=15, do_sample=False
-            )
-        ]
-        for drafter in (EarlyExit(2), ReducedVocabulary(EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))))
-    ]
-    assert rounds[0] == rounds[1]
+    drafters = (EarlyExit(2), ReducedVocabulary(EarlyExit(2), tuple(reversed(range(tiny.VOCABULARY)))))
+    specs = (selfspec.wrap(tiny.gpt2(), draft=drafter, draft_length=4) for drafter in drafters)
+    one, other = (rounds_of(spec, tiny.prompt(5), 15) for spec in specs)
+    assert one == other
 
 
 def test_an_exit_head_may_have_fewer_rows_too(tmp_path: Path) -> None:
-    from selfspec.model.identity import fingerprint
-    from selfspec.tools.train.exit_heads import ExitHeads
-
     model = tiny.llama()
     ExitHeads(32, 8, (2,)).save(tmp_path, torch.float32, fingerprint(model), 2, {})
     drafter = ReducedVocabulary(ExitHead.from_pretrained(tmp_path), _KEPT)
-    rounds = [
-        row.rows[0]
-        for row in selfspec.wrap(model, draft=drafter, draft_length=4).stream(tiny.prompt(5), max_new_tokens=9)
-    ]
+    rounds = rounds_of(selfspec.wrap(model, draft=drafter, draft_length=4), tiny.prompt(5), 9)
     assert {token for row in rounds for token in row.draft} <= set(_KEPT)
     with pytest.raises(selfspec.errors.ExitHeadError):
         selfspec.wrap(tiny.llama(seed=1), draft=drafter, draft_length=4)
@@ -456,7 +444,9 @@ def test_a_vocabulary_comes_back_from_its_file(tmp_path: Path) -> None:
         count_vocabulary(str(checkpoint_folder()), [text], 8, file)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", json.dumps({"tokens": 3}), json.dumps({"tokens": ["a"]})])
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", *(json.dumps({"tokens": tokens}) for tokens in (3, ["a"], [1, 10**30]))]
+)
 def test_a_file_that_is_no_vocabulary_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "v.json").write_text(content)
     with pytest.raises(DraftConfigError):
@@ -469,7 +459,7 @@ def test_rows_in_fewer_bits_are_kept_and_follow_the_head() -> None:
     whole = selfspec.wrap(model, draft=LowPrecision())
 
     def drafted() -> set[int]:
-        rounds = [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=20, do_sample=False)]
+        rounds = rounds_of(spec, ids, 20)
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
         assert [token for row in rounds for token in row.tokens] == expected[0, 7:].tolist()
         return {token for row in rounds for token in row.draft}

@@ -31,6 +31,11 @@ def stock(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
     return found
 
 
+def rounds_of(spec: selfspec.SelfSpeculative, ids: Tensor, new: int) -> list[Any]:
+    """What one row drafts and commits in each round of a greedy text."""
+    return [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=new, do_sample=False)]
+
+
 def outcome(judged: int, accepted: int, committed: int, dropped: int = 0, strayed: int = 0) -> RowVerdict:
     """What a row commits, and what lockstep drops; its last `strayed` accepted tokens are off the first nodes."""
     along = accepted - strayed

@@ -155,8 +155,8 @@ def padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def assert_rows_are_stock(
     model: PreTrainedModel, spec: selfspec.SelfSpeculative, prompts: list[Tensor], **options: Any
-) -> None:
-    """Every row of a batch is what `model.generate` gives for its prompt alone, and then padding."""
+) -> selfspec.GenerateOutput:
+    """Every row of a batch, which is returned, is what `model.generate` gives for its prompt alone, then padding."""
     options = {"do_sample": False, "pad_token_id": 0, **options}
     ids, mask = padded(prompts)
     together = spec.generate(ids, attention_mask=mask, **options)
@@ -165,6 +165,7 @@ def assert_rows_are_stock(
         end = ids.shape[1] + together.lengths[row]
         assert torch.equal(together.sequences[row, ids.shape[1] : end], alone)
         assert (together.sequences[row, end:] == 0).all()
+    return together
 
 
 _SMALLEST_EXPECTED = 5.0

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
 from helpers.reference import with_layers
-from helpers.saved_folders import PROMPTS, checkpoint_folder
+from helpers.saved_folders import PROMPTS
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
@@ -261,12 +261,6 @@ _DRAFTER = LayerSkip(attention=[2])
 
 
 @pytest.fixture(scope="module")
-def stories() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint_folder())
-    return model.double()
-
-
-@pytest.fixture(scope="module")
 def prompt(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     ids: Tensor = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     return ids
@@ -281,15 +275,15 @@ def _figures(
 
 
 @pytest.mark.tools
-def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrainedModel, prompt: Tensor) -> None:
+def test_sampled_rounds_are_those_of_generations_in_the_mean(exact_stories: PreTrainedModel, prompt: Tensor) -> None:
     drafter, length, rows = _DRAFTER, 3, 64
-    spec = selfspec.wrap(stories, draft=drafter, draft_length=length, accept="token")
+    spec = selfspec.wrap(exact_stories, draft=drafter, draft_length=length, accept="token")
     many = prompt.repeat(rows, 1)
     output = spec.generate(many, max_new_tokens=_NEW, do_sample=True, top_k=0, eos_token_id=None, seed=1)
-    others = selfspec.wrap(stories).generate(
+    others = selfspec.wrap(exact_stories).generate(
         many, max_new_tokens=_NEW, do_sample=True, top_k=0, eos_token_id=None, seed=2
     )
-    figures = _figures(stories, drafter, others.sequences, prompt.shape[1], length, 1.0)
+    figures = _figures(exact_stories, drafter, others.sequences, prompt.shape[1], length, 1.0)
     expected = expected_rounds(figures, length)
     # About 1,500 and 900 draft tokens each: a standard error is 0.013 and 0.017.
     for position in range(length):
@@ -299,9 +293,9 @@ def test_sampled_rounds_are_those_of_generations_in_the_mean(stories: PreTrained
     assert committed == pytest.approx(output.stats.mean_accepted_length, rel=0.04)
 
 
-def test_texts_of_several_lengths_are_what_each_is_alone(stories: PreTrainedModel, prompt: Tensor) -> None:
-    output = selfspec.wrap(stories).generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)
-    path, views = DraftPath(_DRAFTER.path(5)), LayerViews(stories, find_adapter(stories))
+def test_texts_of_several_lengths_are_what_each_is_alone(exact_stories: PreTrainedModel, prompt: Tensor) -> None:
+    output = selfspec.wrap(exact_stories).generate(prompt, max_new_tokens=_NEW, do_sample=False, eos_token_id=None)
+    path, views = DraftPath(_DRAFTER.path(5)), LayerViews(exact_stories, find_adapter(exact_stories))
     ids, first = output.sequences, prompt.shape[1]
     # Of two prompts, ended early or not.
     texts = [Continuation(ids[:, : first + 9], first), Continuation(ids, first + 4), Continuation(ids, first)]

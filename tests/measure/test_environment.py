@@ -233,18 +233,16 @@ def test_every_line_with_a_text(questions: Path) -> None:
         ("name=nowhere.jsonl", "cannot be read"),
         ("name={file}#category=none", "has any of prompt, turns, text"),
         ("name={file}#sort", "has a field 'sort'"),
+        ("no json\n", "line 1 of"),
+        ("[1]\n", "line 1 of"),
     ],
 )
 def test_bad_input(questions: Path, given: str, said: str) -> None:
+    if given.endswith("\n"):
+        questions.write_text(given)
+        given = "name={file}"
     with pytest.raises(PromptError, match=said):
         parse_workloads(given.format(file=questions))
-
-
-@pytest.mark.parametrize("content", ["no json\n", "[1]\n"])
-def test_lines_that_are_no_objects(tmp_path: Path, content: str) -> None:
-    (tmp_path / "bad.jsonl").write_text(content)
-    with pytest.raises(PromptError, match="line 1 of"):
-        parse_workloads(f"name={tmp_path / 'bad.jsonl'}")
 
 
 def test_documents_give_their_beginning_and_prompts_their_end(demo: PreTrainedTokenizerBase) -> None:

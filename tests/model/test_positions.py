@@ -141,13 +141,20 @@ def test_a_past_without_its_tokens_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("draft", [None, "exit:2"])
 @pytest.mark.parametrize("prompt", [12, 24, 25])
-def test_a_text_that_crosses_is_refused_with_a_past_too(prompt: int) -> None:
-    spec = selfspec.wrap(llama())
+def test_a_text_that_crosses_is_refused(prompt: int, draft: str | None) -> None:
+    spec = selfspec.wrap(llama(), draft)
     past = DynamicCache()
     ids = generated(spec, words(8), 3, past).sequences
+    for known in (None, past):
+        with pytest.raises(UnsupportedOptionError, match=r"longrope.* 24 tokens"):
+            generated(spec, torch.cat([ids, words(prompt - 11, seed=1)], 1), 14, known)
+    # So are rows that lie on different sides.
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :36] = 0
     with pytest.raises(UnsupportedOptionError, match="longrope"):
-        generated(spec, torch.cat([ids, words(prompt - 11, seed=1)], 1), 14, past)
+        generated(spec, words(40, 2), 2, mask=mask)
 
 
 @pytest.mark.parametrize("at_once", [1, 16, 24])

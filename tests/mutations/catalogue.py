@@ -40,7 +40,7 @@ _CACHE = "test_shared_cache.py"
 _PROCESSORS = "test_greedy_equals_stock_generate_on_a_ragged_batch"
 _PLACES = "test_places_of_rows_at_different_lengths_are_processed_with_their_own_prefixes"
 _AS_GOOD = "test_a_draft_as_good_as_the_target_is_accepted_whole"
-_CRITERIA = "test_a_criterion_sees_each_token_once_and_ends_the_text_there"
+_CRITERIA = "test_calls_and_text_are_those_of_transformers"
 _ENDED = "test_greedy_rows_are_what_they_are_alone"
 _ALONE = "test_every_draft.py::test_a_row_alone_is_its_row_in_a_batch"
 _DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
@@ -118,7 +118,7 @@ CATALOGUE = (
         (_SAMPLES,)),
     Mutation("grown trees: a draft step reads the first draws of the level above, whoever has the children",
         "growth_of", "to_device([path[-1] for path in paths], device)",
-        "to_device([path[-1] for path in paths][::-1], device)", (_GROWN, "-k", "stock_text")),
+        "to_device([path[-1] for path in paths][::-1], device)", (_STOCK, "-k", "exit")),
     Mutation("a relaxed rule says it is lossless", "_Relaxed.lossless", "lossless = False", "lossless = True",
         ("test_rules.py",)),
     # What a draft token was drawn from.
