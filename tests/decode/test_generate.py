@@ -21,12 +21,12 @@ from helpers.joints import (
     ROWS,
     THREE,
     Warp,
+    assert_rows_are_stock,
     holm_rejects,
     joint,
     network,
     p_value,
     p_values,
-    padded,
     small,
 )
 from helpers.tiny import in_turns
@@ -192,10 +192,7 @@ def test_a_draft_token_that_spoils_the_block_does_not_end_the_row(
     spec = selfspec.wrap(model, poisoning(model, draft, torch.cat(expected)), draft_length=3, runtime=runtime)
     for prompt, text in zip(prompts, expected, strict=True):
         assert torch.equal(spec.generate(prompt, do_sample=False, max_new_tokens=24).sequences[0], text)
-    ids, mask = padded(prompts)
-    together = spec.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=24).sequences
-    for row, text in zip(together, expected, strict=True):
-        assert torch.equal(row[9:], text[-24:])
+    assert_rows_are_stock(model, spec, prompts, max_new_tokens=24)
 
 
 FORK = Tree((-1, -1, 0, 0, 1, 2, 4))
@@ -231,9 +228,8 @@ def test_scores_and_processors_follow_the_path(llama: PreTrainedModel) -> None:
     output = spec.generate(ids, **options)
     assert torch.equal(output.sequences, expected.sequences)
     assert output.stats.mean_accepted_length > 1.5
-    for ours, theirs in ((output.scores, expected.scores), (output.logits, expected.logits)):
-        assert ours is not None
-        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-5, rtol=0, check_dtype=False)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(output[name], expected[name], atol=1e-5, rtol=0, check_dtype=False)
     with pytest.raises(selfspec.errors.UnsupportedOptionError, match="stateless = True"):
         spec.generate(ids, logits_processor=LogitsProcessorList([Remembering()]), **options)
 

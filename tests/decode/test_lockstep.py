@@ -30,24 +30,21 @@ NEW = 60
 GOOD = selfspec.drafts.LayerSkip(mlp=[3])
 
 
-@dataclass(frozen=True)
-class InStep(Control):
+@dataclass
+class InStep(Control, Controller):
     """Keeps rows in step to the end; drafts end where no row is confident any more."""
 
     longest: int = 3
     threshold: float = 0.0
 
+    def __post_init__(self) -> None:
+        Controller.__init__(self, Budget.chain(self.longest))
+
     def begin(self, costs: CostsByRows) -> Controller:
-        return _InStep(self.longest, self.threshold)
-
-
-class _InStep(Controller):
-    def __init__(self, longest: int, threshold: float) -> None:
-        super().__init__(Budget.chain(longest))
-        self._threshold = threshold
+        return self
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
-        return max(confidences()) >= self._threshold
+        return max(confidences()) >= self.threshold
 
     def keeps_lockstep(self) -> bool:
         return True
@@ -228,21 +225,12 @@ def chosen(batch: dict[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
     return {name: values[rows] for name, values in batch.items()}
 
 
-def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Any], width: int = WIDTH, **options: Any) -> list[list[int]]:
-    options = {
-        "max_new_tokens": NEW,
-        "do_sample": True,
-        "temperature": 0.9,
-        "eos_token_id": ENDS,
-        "pad_token_id": 0,
-        "return_dict_in_generate": False,
-        **options,
-    }
-    stream = spec.stream(**batch, **options)
-    for _ in stream:
-        pass
-    out = stream.output()
-    return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), out.lengths, strict=True)]
+SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9}
+
+
+def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Any], **options: Any) -> list[list[int]]:
+    out = spec.generate(**batch, **{**SAMPLED, "eos_token_id": ENDS, "pad_token_id": 0, **options})
+    return [row[:length] for row, length in zip(out.sequences[:, WIDTH:].tolist(), out.lengths, strict=True)]
 
 
 @pytest.mark.parametrize("draft", ["suffixes", "recycling", "union", "cascade of three"])

@@ -117,12 +117,6 @@ DRAFTS: list[Drafter | None] = [
 ]
 
 
-def same(found: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:
-    assert found is not None
-    assert len(found) == len(wanted)
-    return all(torch.allclose(a, b, atol=1e-5) and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
-
-
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}], ids=str)
 def test_scores_and_logits_are_those_of_stock_generate(
@@ -134,8 +128,7 @@ def test_scores_and_logits_are_those_of_stock_generate(
     spec = selfspec.wrap(llama, draft, draft_length=4)
     for found in (spec.generate(ids, **options), llama.generate(ids, custom_generate=spec, **options)):
         assert torch.equal(found.sequences, wanted.sequences)
-        assert same(found.scores, wanted.scores)
-        assert same(found.logits, wanted.logits)
+        torch.testing.assert_close(found[1:3], wanted[1:3], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

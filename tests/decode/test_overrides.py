@@ -14,6 +14,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from helpers.encoder_decoders import encoder_decoder_subject
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.serve.engine import Engine
@@ -46,30 +47,6 @@ class Called(LlamaForCausalLM):
         return super().__call__(*args, **_embedded(self, others))
 
 
-class Prepared(LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, *args: Any, **others: Any) -> Any:
-        inputs = super().prepare_inputs_for_generation(*args, **others)
-        inputs["position_ids"] = inputs["position_ids"] * 2
-        return inputs
-
-
-class Updated(LlamaForCausalLM):
-    def _update_model_kwargs_for_generation(self, *args: Any, **others: Any) -> Any:
-        updated = super()._update_model_kwargs_for_generation(*args, **others)
-        return {**updated, "position_ids": updated["position_ids"] + 1}
-
-
-class Sampling(LlamaForCausalLM):
-    def _sample(self, *args: Any, **others: Any) -> Any:
-        return super()._sample(*args, **others)[:, :-1]
-
-
-class Generating(LlamaForCausalLM):
-    def generate(self, *args: Any, **others: Any) -> Any:
-        made = super().generate(*args, **others)
-        return made if made is None else made.flip(1)
-
-
 def _embedded(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of a call with embeddings three times as large."""
     embedded = model.get_input_embeddings()(inputs["input_ids"])
@@ -84,6 +61,12 @@ def _of(kind: type[PreTrainedModel]) -> Callable[[PreTrainedModel], PreTrainedMo
         return other
 
     return extended
+
+
+def _overriding(name: str) -> Callable[[PreTrainedModel], PreTrainedModel]:
+    """Make the model one of a class that has a method of its own."""
+    own = getattr(LlamaForCausalLM, name)
+    return _of(type("Own", (LlamaForCausalLM,), {name: lambda model, *args, **others: own(model, *args, **others)}))
 
 
 def _changed(change: Callable[[Any], object]) -> Callable[[PreTrainedModel], PreTrainedModel]:
@@ -151,11 +134,15 @@ HONOURED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], bool]] =
     "compiled forward": (_changed(_compile), False),
     "compiled forward of the base": (_changed(_compile_base), False),
 }
+# Methods that a class may not have of its own, and what the refusal says to do.
+METHODS = {
+    "prepare_inputs_for_generation": "forward or",
+    "_update_model_kwargs_for_generation": "",
+    "_sample": "model.generate",
+    "generate": "",
+}
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], str]] = {
-    "positions are prepared": (_of(Prepared), r"Prepared has a prepare_inputs_for_generation of its own.*forward or"),
-    "positions are updated": (_of(Updated), "Updated has a _update_model_kwargs_for_generation of its own"),
-    "its own loop": (_of(Sampling), "Sampling has a _sample of its own.*model.generate"),
-    "its own generate": (_of(Generating), "Generating has a generate of its own"),
+    **{name: (_overriding(name), f"Own has a {name} of its own.*{undo}") for name, undo in METHODS.items()},
     "a loop of the instance": (
         _changed(lambda m: setattr(m, "_sample", lambda *args, **others: None)),
         "LlamaForCausalLM has a _sample of its own",
@@ -247,13 +234,10 @@ def test_padding_before_a_forward_that_names_no_positions() -> None:
     spec = selfspec.wrap(model, "exit:2", draft_length=3)
     with pytest.raises(UnsupportedOptionError, match="padded rows: the forward of PassedGPT2 names no position_ids"):
         spec.generate(tiny.prompt(6, 2), **options, **GREEDY)
-    wanted = model.generate(tiny.prompt(6, 2), **GREEDY)
-    assert torch.equal(spec.generate(tiny.prompt(6, 2), **GREEDY).sequences, wanted)
+    assert_alike(spec, inputs=tiny.prompt(6, 2), **GREEDY)
     # Rotated ones count by their differences.
-    model = _of(Passed)(tiny.llama())
-    wanted = model.generate(tiny.prompt(6, 2), **options, **GREEDY)
-    spec = selfspec.wrap(model, "exit:2", draft_length=3)
-    assert torch.equal(spec.generate(tiny.prompt(6, 2), **options, **GREEDY).sequences, wanted)
+    spec = selfspec.wrap(_of(Passed)(tiny.llama()), "exit:2", draft_length=3)
+    assert_alike(spec, inputs=tiny.prompt(6, 2), **options, **GREEDY)
     with pytest.raises(UnsupportedOptionError, match=r"position_id is no option.*'position_ids'"):
         spec.generate(tiny.prompt(6), position_id=tiny.prompt(6), **GREEDY)
 
@@ -291,5 +275,6 @@ def test_what_would_not_be_called_is_refused_by_name(name: str) -> None:
 
 
 def test_a_model_that_drafts_is_refused_alike(llama: PreTrainedModel) -> None:
-    with pytest.raises(UnsupportedModelError, match="Prepared has a prepare_inputs_for_generation of its own"):
-        selfspec.wrap(llama, selfspec.drafts.Assistant(_of(Prepared)(tiny.llama(num_hidden_layers=1))))
+    assistant = _overriding("prepare_inputs_for_generation")(tiny.llama(num_hidden_layers=1))
+    with pytest.raises(UnsupportedModelError, match="Own has a prepare_inputs_for_generation of its own"):
+        selfspec.wrap(llama, selfspec.drafts.Assistant(assistant))

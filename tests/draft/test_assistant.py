@@ -15,7 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.any_rounds import alone
 from helpers.captures import StandIn
-from helpers.drafting import GREEDY, InTurns, near
+from helpers.drafting import GREEDY, InTurns, assert_alike, near
 from helpers.joints import assert_rows_are_stock
 from helpers.reference_heads import assert_drafts_are, recorded_drafts
 from helpers.shrunken import shrunken
@@ -43,14 +43,9 @@ def test_a_chat_goes_on_from_its_cache(llama: PreTrainedModel) -> None:
 
 
 def test_a_shorter_context_ends_its_drafts_and_not_the_text() -> None:
-    model = tiny.gpt2()
-    assistant = tiny.gpt2(n_positions=24)
-    spec = selfspec.wrap(model, Assistant(assistant), draft_length=5)
+    spec = selfspec.wrap(tiny.gpt2(), Assistant(tiny.gpt2(n_positions=24)), draft_length=5)
     rounds = list(spec.stream(tiny.prompt(9), max_new_tokens=40, **GREEDY))
-    assert torch.equal(
-        spec.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY).sequences,
-        model.generate(tiny.prompt(9), max_new_tokens=40, **GREEDY),
-    )
+    assert_alike(spec, inputs=tiny.prompt(9), max_new_tokens=40, **GREEDY)
     assert rounds[0].steps == 5
     assert rounds[-1].steps == 0
 

@@ -223,11 +223,9 @@ def test_the_rest_of_the_pass_is_as_ever(architecture: str, trial: Trial) -> Non
     expected = plain.runner.run(PassRequest(plain.full, plain.block, taps=(1, "last", "normed")))
     found = bench(model)
     result = found.runner.run(PassRequest(found.full, found.block, taps=(1, "last", "normed"), tree=TREE, behind=trial))
-    assert torch.allclose(result.logits, expected.logits, atol=EXACT)
-    for point, states in expected.features.items():
-        assert torch.allclose(result.features[point], states, atol=EXACT)
-    for own, other in zip(found.keys_and_values(), plain.keys_and_values(), strict=True):
-        assert all(torch.allclose(one, two, atol=EXACT) for one, two in zip(own, other, strict=True))
+    left = [expected.logits, dict(expected.features), plain.keys_and_values()]
+    same = [result.logits, dict(result.features), found.keys_and_values()]
+    torch.testing.assert_close(same, left, atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.drafting import GREEDY, ModelDrafts, Offering, outcome
+from helpers.drafting import GREEDY, ModelDrafts, Offering, Oracle, outcome
 from helpers.exact import committed_in_step_of, conditionals
 from selfspec.accept import Block, Rule, TokenLevel, find_rule
 from selfspec.cache.tree import Tree
@@ -233,20 +233,13 @@ class Guessing(Stateless, FreeProposer):
         return Draft.chain(tokens, match_length=3)
 
 
-@dataclass(frozen=True, eq=False)
-class Knowing(Stateless):
-    """Knows the text of each row, and runs a model to say it."""
+class Knowing(Oracle):
+    """Runs a model to say the text that it knows."""
 
-    text: Tensor
     runs = "model"
 
-    def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        starts = [rows.text_length(row) for row in rows.running]
-        tokens = [
-            self.text[row, start:][: budget.depth].tolist() for row, start in zip(rows.running, starts, strict=True)
-        ]
-        filled = [each + [0] * (budget.depth - len(each)) for each in tokens]
-        return Draft.chain(torch.tensor(filled), steps=budget.depth)
+    def propose(self, batch: Any, budget: Budget) -> Draft:
+        return replace(super().propose(batch, budget), steps=budget.depth)
 
     def cost(self, model: Any, adapter: Any) -> float:
         return 0.1
@@ -260,7 +253,7 @@ def test_a_guess_displaces_no_better_draft_for_long(sampled: bool) -> None:
         options |= {"temperature": 0.9, "top_k": None}
     text = selfspec.wrap(model).generate(ids, accept="coupled", **options).sequences
     never = next(token for token in range(tiny.VOCABULARY) if token not in set(text.flatten().tolist()))
-    spec = selfspec.wrap(model, Cascade(Guessing(never), Knowing(text)), draft_length=3)
+    spec = selfspec.wrap(model, Cascade(Guessing(never), Knowing(Tree.chain(3), text[:, 5:])), draft_length=3)
     out = spec.generate(ids, accept="coupled", **options)
     assert torch.equal(out.sequences, text)
     # Four rounds of guesses, and then whole drafts.
