@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import published_heads, tiny
 from helpers.accelerator.device import Accelerator, present
-from helpers.captures import ticking
+from helpers.captures import wrapped
 from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
 from helpers.serving import assert_joining_rows_are_stock, small
 from selfspec.device import HostCopy, backend, to_device
@@ -96,8 +96,7 @@ def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, id
 def captured(model: PreTrainedModel, name: str, ids: Tensor) -> GraphCache:
     """Check greedy text of passes that are captured, and give their programs."""
     runtime = selfspec.runtime.CudaGraphs(after=0, bucket=32)
-    spec = selfspec.wrap(model, parse_draft(name), draft_length=3, runtime=runtime)
-    spec.programs = GraphCache(spec.runtime, ticking())
+    spec = wrapped(model, runtime, parse_draft(name))
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
     for _ in range(2):
         assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)

@@ -27,6 +27,15 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import Function
 
+DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
+    "plain": None,
+    "exit": selfspec.drafts.EarlyExit(1),
+    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
+    "look-up": selfspec.drafts.PromptLookup(),
+    "int8": selfspec.drafts.LowPrecision(),
+}
+"""Drafts whose passes are of unlike kinds."""
+
 
 class _Noted(TorchDispatchMode):
     """Notes every operation, and what stood in the memory that it wrote to."""
@@ -60,6 +69,19 @@ class _Noted(TorchDispatchMode):
                 for old, new in zip(outputs, again, strict=True):
                     if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                         old.copy_(new)
+
+
+class Operations(TorchDispatchMode):
+    """Tells `note` every operation that torch runs inside, and what it gives."""
+
+    def __init__(self, note: Callable[[Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self._note(func, output)
+        return output
 
 
 class StandInRecorder(Recorder):

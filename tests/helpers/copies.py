@@ -81,6 +81,6 @@ class StandInCopies(DeviceCopies):
         return self._now
 
 
-def stand_in_device(monkeypatch: pytest.MonkeyPatch, copies: DeviceCopies | None = None) -> None:
+def stand_in_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let budgets be those of a device: weights are streamed to the CPU as they would be to a GPU."""
-    monkeypatch.setattr("selfspec.api.source_for", lambda _: FromHost(copies or StandInCopies()))
+    monkeypatch.setattr("selfspec.api.source_for", lambda _: FromHost(StandInCopies()))

@@ -72,9 +72,8 @@ def committed(
     return _summed(rule, p, _draft(drafts, tree, q), weights)
 
 
-def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor, tree: Tree | None = None) -> Committed:
+def committed_when_cut(rule: Rule, p: Chain, q: Chain, chances: Tensor, tree: Tree) -> Committed:
     """The same, cut to a number drawn on its own, with `chances` of 1, 2, ... tokens, `[vocab ** nodes, depth + 1]`."""
-    tree = tree or Tree.chain(len(p.tables) - 1)
     return _cut(rule, p, _draft(all_drafts(p.vocab, len(tree)), tree, q), q.joint().flatten()[:, None] * chances)
 
 
@@ -123,11 +122,8 @@ def _chains_of(q: Chain) -> list[tuple[Tensor, Tensor]]:
     return list(zip(all_drafts(q.vocab, len(q.tables)).split(1), q.joint().flatten(), strict=True))
 
 
-def committed_with_stops(
-    rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor], tree: Tree | None = None
-) -> Committed:
+def committed_with_stops(rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor], tree: Tree) -> Committed:
     """The same for drafts that end early: they go on after some beginnings of 1, 2, ... nodes, `[vocab] * nodes`."""
-    tree = tree or Tree.chain(len(p.tables) - 1)
     largest, parts = len(tree), []
     for nodes in range(1, largest + 1):
         drafts = all_drafts(p.vocab, nodes)
@@ -291,9 +287,9 @@ def trees(draw: st.DrawFn, most: int = 6) -> Tree:
 
 
 @st.composite
-def tree_cases(draw: st.DrawFn, most: int = 6) -> Case:
+def tree_cases(draw: st.DrawFn) -> Case:
     """Trees whose siblings are drawn with replacement, without it, or by whatever all nodes before them say."""
-    tree = draw(trees(most))
+    tree = draw(trees())
     vocab = draw(st.integers(2, {1: 8, 2: 5, 3: 4, 4: 3, 5: 3, 6: 2}[len(tree)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     p = [_rows(draw(st.sampled_from(_KINDS)), [vocab] * (depth + 1), generator) for depth in range(tree.depth + 1)]

@@ -208,7 +208,7 @@ PAIR, THREE, MANY = (1, 2), 3, 8192
 """A prompt, new tokens and rows for `network`."""
 
 
-def network(seed: int = 0, width: int = 8, context: int = tiny.CONTEXT) -> PreTrainedModel:
+def network(seed: int = 0, width: int = 8) -> PreTrainedModel:
     """Two layers of a small width over five tokens: thousands of rows a second."""
     return tiny.llama(
         vocab_size=5,
@@ -218,7 +218,6 @@ def network(seed: int = 0, width: int = 8, context: int = tiny.CONTEXT) -> PreTr
         num_attention_heads=1,
         num_key_value_heads=1,
         initializer_range=0.6,
-        max_position_embeddings=context,
         seed=seed,
     )
 

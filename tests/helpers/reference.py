@@ -134,6 +134,20 @@ def restored(weight: Packed) -> Tensor:
     return evened * factors
 
 
+def few_octaves(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    """Weights of a trained layer in bfloat16: few octaves, some zeros, some outside."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator) * 0.02
+    weight[torch.rand(outputs, inputs, generator=generator) < 0.05] = 0
+    weight.view(-1)[50::97] *= 2.0**-20
+    return weight.bfloat16()
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    """Every pattern of 16 bits as a number."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
 class Bench:
     """A cache that holds the prefix of `[batch, past + block]` tokens, and passes over what comes next."""
 

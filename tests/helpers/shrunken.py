@@ -20,12 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-VOCABULARY = 50
-DEPTH = 4
-CONTEXT = 128
-WINDOW = 6
+from helpers.tiny import CONTEXT, DEPTH, VOCABULARY, WINDOW
+
 PAD = 0
-FIRST_WORD = 3
 
 _NAMES: tuple[tuple[Any, str], ...] = (
     (VOCABULARY, "vocab_size vocab_size_per_layer_input"),

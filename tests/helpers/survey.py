@@ -18,8 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from helpers.contract import CHECKS, TOLERANCE, Subject
 from helpers.encoder_decoders import ENCODER_DECODERS, encoder_decoder_subject, verdict
-from helpers.shrunken import DEPTH, shrunken, shrunken_config
+from helpers.shrunken import shrunken, shrunken_config
 from helpers.snippets import run_types
+from helpers.tiny import DEPTH
 from selfspec.adapters import ADAPTERS, REFUSED
 from selfspec.architecture import Adapter
 from selfspec.errors import UnsupportedModelError

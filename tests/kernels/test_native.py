@@ -11,7 +11,7 @@ import torch
 
 import selfspec
 from helpers import tiny
-from helpers.reference import restored
+from helpers.reference import every_number, restored
 from helpers.snapshot import kernels
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
@@ -69,7 +69,7 @@ def test_products_with_weights_in_16_bits_are_those_in_float32(dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_number_in_16_bits_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
-    numbers = every(dtype)
+    numbers = every_number(dtype)
     found = torch.empty(len(numbers))
     sizes = (native.NUMBERS[dtype], len(numbers), 1, len(numbers), native.NUMBERS[torch.float32])
     given = (*sizes, numbers, None, None, None, torch.arange(len(numbers)), found)
@@ -84,7 +84,7 @@ def test_every_number_in_16_bits_is_read_as_torch_reads_it(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_slots_in_16_bits_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
-    exact = every(dtype).float()
+    exact = every_number(dtype).float()
     exact = exact[exact.isfinite()].sort().values
     # Numbers halfway between two, those beside them, beyond the last, and all others.
     halfway = exact[:-1] + exact.diff() / 2
@@ -98,11 +98,6 @@ def test_slots_in_16_bits_are_rounded_as_torch_rounds(dtype: torch.dtype) -> Non
     library: Any = native.library()
     library.run(native.words(program), native.words((*given, found.data_ptr(), states.data_ptr())), 1)
     assert_same_bits(found, states.to(dtype))
-
-
-def every(dtype: torch.dtype) -> torch.Tensor:
-    """Every pattern of 16 bits as a number."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:

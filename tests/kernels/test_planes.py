@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.reference import every_number, few_octaves
 from helpers.snapshot import kernels
 from selfspec.formats.packed import Packed, UnsupportedWeightError
 from selfspec.formats.planes import Planes, PlanesLinear
@@ -30,21 +31,8 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str | None]:
         yield request.param
 
 
-def every_number() -> torch.Tensor:
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
 def bits(weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous().view(torch.int16)
-
-
-def drawn(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
-    """Weights of a trained layer: few octaves, some zeros, some outside."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(outputs, inputs, generator=generator) * 0.02
-    weight[torch.rand(outputs, inputs, generator=generator) < 0.05] = 0
-    weight.view(-1)[50::97] *= 2.0**-20
-    return weight.bfloat16()
 
 
 def layer(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> PlanesLinear:
@@ -54,7 +42,7 @@ def layer(weight: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> PlanesLi
 @pytest.mark.parametrize("scattered", [False, True])
 def test_every_number_comes_back(variant: str | None, scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.formats.planes._MOST_ESCAPES", 1.0)
-    numbers = every_number()
+    numbers = every_number(torch.bfloat16)
     if scattered:
         numbers = numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))]
     weight = numbers.view(-1, 128)
@@ -67,7 +55,7 @@ def test_every_number_comes_back(variant: str | None, scattered: bool, monkeypat
 @given(st.integers(1, 9), st.integers(1, 200), st.integers(0, 1 << 20))
 @settings(deadline=None)
 def test_any_size_comes_back(outputs: int, inputs: int, seed: int) -> None:
-    weight = drawn(outputs, inputs, seed)
+    weight = few_octaves(outputs, inputs, seed)
     for each in (weight, weight.float(), weight.double()):
         packed = layer(each, each.dtype)
         assert torch.equal(packed.join(), each)
@@ -75,7 +63,7 @@ def test_any_size_comes_back(outputs: int, inputs: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 37), (33, 128), (40, 576), (5, 200)])
 def test_products_are_those_of_the_dense_weight(variant: str | None, outputs: int, inputs: int) -> None:
-    weight = drawn(outputs, inputs)
+    weight = few_octaves(outputs, inputs)
     packed = layer(weight, torch.float32)
     for rows in ROWS:
         states = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
@@ -85,13 +73,13 @@ def test_products_are_those_of_the_dense_weight(variant: str | None, outputs: in
 
 
 def test_products_of_prompts_in_panels_are_those_of_the_whole_weight(variant: str | None) -> None:
-    weight = drawn(500, 576)
+    weight = few_octaves(500, 576)
     states = torch.randn(33, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(layer(weight).product(states), torch.nn.functional.linear(states, weight))
 
 
 def test_weights_that_are_not_finite_stay_so(variant: str | None) -> None:
-    weight = drawn(4, 64)
+    weight = few_octaves(4, 64)
     weight[1, 5], weight[2, 63], weight[3, 0] = torch.inf, -torch.inf, torch.nan
     found = layer(weight, torch.float32).product(torch.ones(1, 64))[0]
     assert found[0].isfinite()
@@ -101,7 +89,7 @@ def test_weights_that_are_not_finite_stay_so(variant: str | None) -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(3, 37), (40, 576)])
 def test_the_upper_plane_is_a_model_of_its_own(outputs: int, inputs: int) -> None:
-    weight = drawn(outputs, inputs)
+    weight = few_octaves(outputs, inputs)
     packed = layer(weight)
     upper = UpperLinear(Upper().pack(packed.weight), None, torch.float32)
     assert upper.upper.data_ptr() == packed.upper.data_ptr()
@@ -115,7 +103,7 @@ def test_the_upper_plane_is_a_model_of_its_own(outputs: int, inputs: int) -> Non
 
 
 def test_bits_of_a_weight_are_those_that_it_takes() -> None:
-    weight = drawn(64, 576)
+    weight = few_octaves(64, 576)
     escapes = int((weight.float().abs() < 2.0**-20).logical_and(weight != 0).sum())
     assert Planes().pack(weight).nbytes <= weight.numel() * 1.5 + 64 * 8 + escapes * 8
     assert Planes().nbytes(weight.shape) == weight.numel() * 1.5 + 64 * 8
@@ -136,7 +124,7 @@ def test_what_takes_more_bits_is_refused(weight: torch.Tensor, words: str) -> No
 
 
 def test_a_dense_weight_has_no_upper_plane() -> None:
-    weight = drawn(2, 64)
+    weight = few_octaves(2, 64)
     assert not Upper().takes(weight)
     with pytest.raises(RuntimeError, match="no upper plane"):
         Upper().pack(weight)

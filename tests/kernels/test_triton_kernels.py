@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,39 +62,19 @@ def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr
 
 
-SEEN, DTYPES = ((None, False), (20, False), (None, True)), tuple(triton_checks.ATTENTION_OFF_BY)
-ON_A_DEVICE: dict[Callable[..., None], Iterable[tuple[Any, ...]]] = {
-    triton_checks.check_attention: [
-        (shape, dtype, "cuda", window, added)
-        for shape, dtype, (window, added) in product(triton_checks.ATTENTION, DTYPES, SEEN)
-    ],
-    triton_checks.check_unseen: [("cuda",)],
-    triton_checks.check_slots: product(triton_checks.DTYPES, ["cuda"]),
-    triton_checks.check_norms: [(dtype, "cuda") for dtype in DTYPES if dtype != torch.float64],
-    triton_checks.check_rotary: product(DTYPES, ["cuda"]),
-    triton_checks.check_verdicts: [(*sizes, "cuda") for sizes in triton_checks.VERDICTS],
-    triton_checks.check_product: [
-        *product((8, 4), triton_checks.ROWS, triton_checks.PRODUCT_OFF_BY, ["cuda"]),
-        *product((4,), (1, 3), (torch.float32,), ["cuda"], triton_checks.GROUPS),
-    ],
-    triton_checks.check_bits_of_planes: [("cuda",)],
-    triton_checks.check_planes: product(triton_checks.PLANE_ROWS, triton_checks.PLANES_OFF_BY, ["cuda"]),
-    triton_checks.check_order_of_planes: product(triton_checks.PLANE_ROWS, triton_checks.PLANES_OFF_BY, ["cuda"]),
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("check", "given"),
     [
         pytest.param(check, given, id=f"{check.__name__} {given}")
-        for check, every in ON_A_DEVICE.items()
+        for checks in triton_checks.CHECKS.values()
+        for check, every in checks
         for given in every
     ],
 )
 def test_a_device_gives_what_torch_gives(check: Callable[..., None], given: tuple[Any, ...]) -> None:
-    check(*given)
+    check("cuda", *given)
 
 
 def test_where_triton_runs_its_products_are_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:

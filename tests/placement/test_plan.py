@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.captures import Operations
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.placement.place import place
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, Stays, parse_bytes, plan_memory, shown_bytes
@@ -202,23 +202,18 @@ def test_numbers_that_torch_has_not_are_refused(file: Path) -> None:
 _NOT_IN_TENSORS = 80 * 2**20
 
 
-class _Held(TorchDispatchMode):
-    """Counts bytes of tensors that are made within it: those that are there, and the most that were."""
+class _Held:
+    """Counts bytes of tensors that are made: those that are there, and the most that were."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
+    def note(self, _: object, made: Any) -> None:
         for each in tree_leaves(made):
             if isinstance(each, torch.Tensor) and each.device.type == "cpu":
                 self._count(each.untyped_storage())
         self.most = max(self.most, self.now)
-        return made
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         place, size = storage._cdata, storage.nbytes()
@@ -272,7 +267,7 @@ def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
     surveyed = survey(str(tmp_path), None, context, FromDisk())
     spec = selfspec.wrap(place(surveyed, Plan(0, 1, None, 0, Bandwidth(10e9, 1e9), 1.0)))
     held = _Held()
-    with held:
+    with Operations(held.note):
         output = spec.generate(tiny.prompt(tokens), max_new_tokens=1, do_sample=False)
     memory = surveyed.memory
     assert held.most > output.stats.cache_bytes

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
-from helpers import tiny
+from helpers import captures, tiny
 from helpers.captures import StandIn, StandInRecorder, assert_stock, ragged_samples, wrapped
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
@@ -33,14 +33,7 @@ PROMPT, NEW, BUCKET = 5, 20, 8
 EXIT = selfspec.drafts.EarlyExit(1)
 
 
-DRAFTS: dict[str, selfspec.drafts.Drafter | None] = {
-    "plain": None,
-    "exit": EXIT,
-    "sublayers": selfspec.drafts.LayerSkip(attention=[1], mlp=[2]),
-    "layers": selfspec.drafts.LayerSkip(layers=[0, 2]),
-    "look-up": selfspec.drafts.PromptLookup(),
-    "int8": selfspec.drafts.LowPrecision(),
-}
+DRAFTS = {**captures.DRAFTS, "layers": selfspec.drafts.LayerSkip(layers=[0, 2])}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +109,8 @@ def test_a_limited_number_of_graphs_is_kept(llama: PreTrainedModel, monkeypatch:
     most = 2
     monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", most)
     spec = wrapped(llama, StandIn(0, BUCKET))
-    prompt = tiny.prompt(PROMPT)
-    expected = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     for _ in range(2):
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == expected
+        assert_stock(spec, tiny.prompt(PROMPT), NEW)
     (candidate,) = spec.programs._candidates.values()
     assert candidate.program is not None
     graphs = candidate.program.function
@@ -130,15 +121,15 @@ def test_a_limited_number_of_graphs_is_kept(llama: PreTrainedModel, monkeypatch:
 class _Failing(StandInRecorder):
     """Fails, or gives other bits, from some capture on."""
 
-    def __init__(self, good: int, fails: bool) -> None:
+    def __init__(self, good: int, error: Exception | None) -> None:
         super().__init__()
-        self._good, self._fails = good, fails
+        self._good, self._error = good, error
 
     def record(self, launch: Launch) -> Recording:
         if self.captured < self._good:
             return super().record(launch)
-        if self._fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if self._error is not None:
+            raise self._error
         recording = super().record(launch)
 
         def replay() -> None:
@@ -148,52 +139,40 @@ class _Failing(StandInRecorder):
         return Recording(replay, recording.outputs)
 
 
-class _Full(StandInRecorder):
-    """Has no memory for its first capture."""
-
-    def record(self, launch: Launch) -> Recording:
-        if self.captured == 0:
-            self.captured += 1
-            raise torch.OutOfMemoryError("no room")
-        return super().record(launch)
-
-
 @dataclass(frozen=True)
-class _FullGraphs(StandIn):
+class _FailingGraphs(StandIn):
+    """The first program fails, and those that are made later do not."""
+
+    good: int = 0
+    error: Exception | None = None
+
     def recorder(self, device: torch.device) -> Recorder:
-        # One program is made before there is room, and another later.
-        self.recorders.append(_Full() if not self.recorders else StandInRecorder())
+        self.recorders.append(StandInRecorder() if self.recorders else _Failing(self.good, self.error))
         return self.recorders[-1]
 
 
 def test_a_capture_without_memory_is_tried_again_later(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.runtime.graph_cache._LATER", 3)
-    runtime = _FullGraphs(0, BUCKET)
+    runtime = _FailingGraphs(0, BUCKET, error=torch.OutOfMemoryError("no room"))
     spec = wrapped(llama, runtime)
     for _ in range(2):
         assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert not spec.programs.refusals
     assert spec.programs.proved
-    assert [recorder.captured > 0 for recorder in runtime.recorders] == [True, True]
+    assert [recorder.captured > 0 for recorder in runtime.recorders] == [False, True]
 
 
-@dataclass(frozen=True)
-class _FailingGraphs(StandIn):
-    good: int = 0
-    fails: bool = True
-
-    def recorder(self, device: torch.device) -> Recorder:
-        return _Failing(self.good, self.fails)
+_NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize(
-    ("fails", "reason"), [(True, "not permitted when stream is capturing"), (False, "other bits than its modules")]
+    ("error", "reason"), [(_NOT_PERMITTED, str(_NOT_PERMITTED)), (None, "other bits than its modules")]
 )
 @pytest.mark.parametrize("good", [0, 1, 2])
 def test_what_cannot_be_captured_is_run_by_the_stock_modules(
-    llama: PreTrainedModel, good: int, fails: bool, reason: str
+    llama: PreTrainedModel, good: int, error: Exception | None, reason: str
 ) -> None:
-    spec = wrapped(llama, _FailingGraphs(0, BUCKET, good=good, fails=fails))
+    spec = wrapped(llama, _FailingGraphs(0, BUCKET, good=good, error=error))
     assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert not spec.programs.proved
     (refusal,) = spec.programs.refusals.values()
@@ -254,17 +233,13 @@ CHILD = """
 import os, signal, threading
 import torch
 torch.set_num_threads(1)
-import selfspec
 from helpers import tiny
-from helpers.captures import ticking
-from helpers.captures import StandIn, StandInRecorder
-from selfspec.runtime.graph_cache import GraphCache
+from helpers.captures import StandIn, StandInRecorder, wrapped
 
 prompt, options = tiny.prompt(5), {"max_new_tokens": 12, "do_sample": False}
 model = tiny.llama()
 wanted = model.generate(prompt, **options).tolist()
-spec = selfspec.wrap(model, runtime=StandIn(0, 8))
-spec.programs = GraphCache(spec.runtime, ticking())
+spec = wrapped(model, StandIn(0, 8))
 recording, forked = threading.Event(), threading.Event()
 record = StandInRecorder.record
 
@@ -281,9 +256,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(60)
     StandInRecorder.record = record
-    other = selfspec.wrap(model, runtime=StandIn(0, 8))
-    other.programs = GraphCache(other.runtime, ticking())
-    for each in (other, spec):
+    for each in (wrapped(model, StandIn(0, 8)), spec):
         assert each.generate(prompt, **options).sequences.tolist() == wanted
         assert each.programs.proved
     os._exit(0)

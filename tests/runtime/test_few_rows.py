@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import selfspec
 from helpers import tiny
+from helpers.captures import Operations
 from helpers.reference import Bench
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
@@ -250,24 +250,21 @@ def test_nothing_of_the_cache_is_copied() -> None:
     model = tiny.llama()
     cache = SharedCache(tiny.DEPTH, batch=1, limit=64, slack=4, device=torch.device("cpu"))
     bench = Bench(model, ADAPTERS["llama"], cache, tiny.prompt(past + width), past)
+    copied: list[int] = []
 
-    class Copies(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            output = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.clone.default:
-                self.largest = max(self.largest, output.numel())
-            return output
+    def note(func: object, output: torch.Tensor) -> None:
+        if func is torch.ops.aten.clone.default:
+            copied.append(output.numel())
 
     whole = (past + width) * model.config.hidden_size
-    with Copies() as stock:  # type: ignore[no-untyped-call]
+    with Operations(note):
         every = torch.ones(1, 1, past + width, past + width, dtype=torch.bool)
         model(tiny.prompt(past + width), attention_mask=every.tril())
-    assert stock.largest >= whole
-    with Copies() as ours:  # type: ignore[no-untyped-call]
+    assert max(copied) >= whole
+    copied.clear()
+    with Operations(note):
         bench.logits(bench.full)
-    assert ours.largest < whole
+    assert max(copied, default=0) < whole
 
 
 Q, K, TURN = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8)

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
-from helpers.captures import Again, StandIn, assert_stock, ragged_samples, ticking, wrapped
+from helpers.captures import Again, Operations, StandIn, assert_stock, ragged_samples, ticking, wrapped
 from helpers.shrunken import shrunken
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
@@ -50,14 +49,13 @@ def test_programs_come_after_some_passes_and_last_for_the_wrapper(llama: PreTrai
 
 @dataclass(frozen=True)
 class Costly(Again):
-    """Programs that take as long to make as two passes by a clock that is `ticking`."""
+    """Programs that take as long to make as two passes by a clock that is `ticking`, or whatever a test says."""
 
-    after: int = 1000
     making_seconds: float = 0.55
 
 
 def test_fewer_passes_are_enough_where_they_take_long(llama: PreTrainedModel) -> None:
-    usual, costly = wrapped(llama, Again(after=1000)), wrapped(llama, Costly())
+    usual, costly = wrapped(llama, Again(after=1000)), wrapped(llama, Costly(after=1000))
     for spec in (usual, costly):
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     assert not usual.programs.proved
@@ -77,19 +75,14 @@ def test_foreign_modules_run_unrecorded(llama: PreTrainedModel) -> None:
 
 
 def test_a_dispatch_mode_sees_every_operation(llama: PreTrainedModel) -> None:
-    class Counting(TorchDispatchMode):
-        products = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-            return func(*args, **(kwargs or {}))
-
+    seen: list[object] = []
     spec = wrapped(llama, Again(after=0))
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
-    with Counting() as mode:  # type: ignore[no-untyped-call]
+    with Operations(lambda func, _: seen.append(func)):
         spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     linears = sum(isinstance(module, nn.Linear) for module in llama.modules())
-    assert mode.products == linears * NEW  # The prompt's pass gives the first token.
+    products = sum(map(seen.count, (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)))
+    assert products == linears * NEW  # The prompt's pass gives the first token.
 
 
 def test_models_that_decide_by_values_run_unrecorded() -> None:
@@ -137,10 +130,7 @@ def test_wider_programs_serve_chains_as_long_as_there_are_slots(
 
 
 def test_a_longer_chains_program_serves_lengths_that_have_none_yet(llama: PreTrainedModel) -> None:
-    class Costly(Again):
-        making_seconds = 1.0
-
-    spec = wrapped(llama, Costly(after=2), EXIT)
+    spec = wrapped(llama, Costly(after=2, making_seconds=1.0), EXIT)
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=NEW, do_sample=False)
     programs: Any = spec.programs.bound_to(llama)
     long = next(kind for kind in programs.candidates if kind.width > 1)
@@ -196,10 +186,8 @@ def test_a_proved_program_that_fails_is_used_no_more(llama: PreTrainedModel, err
 
     before = Snapshot(llama)
     spec = wrapped(llama, _Planted(0, 6, fail))
-    prompt = tiny.prompt(PROMPT)
-    wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     for _ in range(2):
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
+        assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert next(calls) == 1
     assert list(spec.programs.refusals.values()) == [f"{error.__name__}: planted"]
     assert not spec.programs.proved
@@ -216,10 +204,8 @@ def test_a_program_without_memory_is_made_again_later(llama: PreTrainedModel, mo
         return outputs
 
     spec = wrapped(llama, _Planted(0, 6, fail))
-    prompt = tiny.prompt(PROMPT)
-    wanted = llama.generate(prompt, max_new_tokens=NEW, do_sample=False).tolist()
     for _ in range(2):
-        assert spec.generate(prompt, max_new_tokens=NEW, do_sample=False).sequences.tolist() == wanted
+        assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert next(calls) > 1
     assert spec.programs.proved
     assert not spec.programs.refusals
@@ -273,9 +259,8 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
 
     monkeypatch.setattr(ModelRunner, "_run_stock", noted)
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):
-        wanted = llama.generate(prompt, max_new_tokens=2, do_sample=False).tolist()
         for _ in range(runs):
-            assert spec.generate(prompt, max_new_tokens=2, do_sample=False).sequences.tolist() == wanted
+            assert_stock(spec, prompt, 2)
     # Three comparisons, and one over another number of slots, after which the pass was run once more.
     assert runtime.calls == [PROMPT + 1] * 8 + [PROMPT + 2]
     assert len(stock) == 3 + 2

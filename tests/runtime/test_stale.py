@@ -122,14 +122,10 @@ def _other_forward(model: Model) -> Iterator[None]:
         yield
 
 
-def _llama_class(name: str) -> Any:
-    return getattr(modeling_llama, f"Llama{name}")
-
-
 CHANGES: dict[str, Change] = {
     "scaling": _everywhere("Attention", scaling=2.0),
     "activation": _everywhere("MLP", act_fn=nn.Tanh()),
-    "class: mlp": _patched(_llama_class("MLP"), "forward"),
+    "class: mlp": _patched(modeling_llama.LlamaMLP, "forward"),
     "class: linear": _patched(nn.Linear, "forward"),
     "instance": _other_forward,
     "function: rotary": _patched(modeling_llama, "apply_rotary_pos_emb"),
