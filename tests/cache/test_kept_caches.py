@@ -14,7 +14,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
-from helpers.copies import stand_in_device
+from helpers.copies import MASK, PROMPTS, stand_in_device
 from selfspec.cache import view
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.shared_layer import CacheKind
@@ -31,8 +31,6 @@ from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 
 CPU = torch.device("cpu")
-PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
-MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
 TestAnyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 10, kept="host"))
 TestManyRoundsOnTheHost = pytest.mark.contract(any_rounds(AnyRounds, 60, steps=50, kept="host"))

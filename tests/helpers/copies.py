@@ -1,4 +1,4 @@
-"""A stand-in for a device that copies beside what it computes, on a CPU.
+"""Models whose layers are streamed, from the disk or by a stand-in for a device that copies beside what it computes.
 
 What makes streams hard to use is true of it too: a copy comes as late as it may, and until then nonsense
 lies where it goes; and nothing may be copied to where something may still be computing.
@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from selfspec.placement.weight_source import FromHost
+import selfspec
+from selfspec.placement.drafts import placement_of
+from selfspec.placement.place import default_draft, place
+from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_source import FromDisk, FromHost, WeightSource
 from selfspec.placement.weight_stream import DeviceCopies
 
 
@@ -79,6 +86,40 @@ class StandInCopies(DeviceCopies):
     def _tick(self) -> int:
         self._now += 1
         return self._now
+
+
+PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+
+
+def plan(resident: int, format: str | None = None, partly: int = 0) -> Plan:
+    """Of five layers, the last of which is the head, some stay and some stay in part."""
+    drafting, step = (None, None) if format is None else (4.0, 0.05)
+    part = "upper" if partly else None
+    return Plan(resident, resident < 5, format, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step, 0, partly, part)
+
+
+def streamed(
+    folder: Path,
+    model: PreTrainedModel,
+    source: WeightSource | None = None,
+    resident: int = 1,
+    format: str | None = "int4",
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Save a model, and load it so that all but some layers are streamed."""
+    model.save_pretrained(folder)
+    return place(survey(str(folder), dtype, 128, source or FromDisk()), plan(resident, format))
+
+
+def wrapped(model: PreTrainedModel) -> selfspec.SelfSpeculative:
+    """Wrap a streamed model with the draft of its plan."""
+    placement: Any = placement_of(model)
+    return selfspec.wrap(model, default_draft(placement.plan), runtime=selfspec.runtime.Eager())
+
+
+def greedy(spec: selfspec.SelfSpeculative, new: int = 8) -> Tensor:
+    return spec.generate(PROMPTS, MASK, max_new_tokens=new, do_sample=False).sequences
 
 
 def stand_in_device(monkeypatch: pytest.MonkeyPatch) -> None:

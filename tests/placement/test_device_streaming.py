@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,33 +16,16 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.copies import StandInCopies, stand_in_device
+from helpers.copies import MASK, PROMPTS, StandInCopies, greedy, plan, stand_in_device, streamed, wrapped
 from selfspec.errors import StorageError, UnsupportedOptionError
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.place import default_draft, place
-from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.place import place
 from selfspec.placement.stored import WeightFiles
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, FromHost, source_for
 from selfspec.placement.weight_stream import DeviceCopies, HostMemory
 
 CPU = torch.device("cpu")
-PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
-MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
-
-
-def streamed(
-    folder: Path,
-    model: PreTrainedModel,
-    copies: StandInCopies | DeviceCopies,
-    bits: int | None = 4,
-    dtype: torch.dtype | None = None,
-) -> selfspec.SelfSpeculative:
-    model.save_pretrained(folder)
-    drafting, step = (None, None) if bits is None else (4.0, 0.05)
-    plan = Plan(1, 1, None if bits is None else f"int{bits}", 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
-    placed = place(survey(str(folder), dtype, 128, FromHost(copies)), plan)
-    return selfspec.wrap(placed, default_draft(plan), runtime=selfspec.runtime.Eager())
 
 
 def llama() -> PreTrainedModel:
@@ -54,33 +36,9 @@ def wide() -> PreTrainedModel:
     return tiny.llama(dtype=torch.float32, intermediate_size=2048, hidden_size=512, num_attention_heads=4)
 
 
-def greedy(spec: selfspec.SelfSpeculative, new: int = 8) -> torch.Tensor:
-    return spec.generate(PROMPTS, MASK, max_new_tokens=new, do_sample=False).sequences
-
-
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("make", [llama, lambda: tiny.gpt2(dtype=torch.float32)], ids=["llama", "gpt2"])
-def test_what_a_device_streams_gives_the_models_own_tokens(tmp_path: Path, make: type, bits: int | None) -> None:
-    model = make()
-    spec = streamed(tmp_path, model, StandInCopies(), bits)
-    for sampled in ({"do_sample": False}, {"do_sample": True, "accept": "coupled", "seed": 3}):
-        output = spec.generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
-        wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
-        assert torch.equal(output.sequences, wanted.sequences)
-        assert output.lossless
-    if bits is not None:
-        assert output.stats.accepted > 0
-
-
-def test_weights_are_converted_once_when_they_are_read(tmp_path: Path) -> None:
-    model = llama()
-    spec = streamed(tmp_path, model, StandInCopies(), bits=None, dtype=torch.float64)
-    assert torch.equal(spec.model(PROMPTS).logits, model.double()(PROMPTS).logits)
-
-
 def test_a_pass_moves_each_weight_once_and_draft_steps_move_none(tmp_path: Path) -> None:
     copies = StandInCopies()
-    spec = streamed(tmp_path, llama(), copies)
+    spec = wrapped(streamed(tmp_path, llama(), FromHost(copies)))
     placement: Any = placement_of(spec.model)
     each = sum(weight.nbytes for weight in llama().model.layers[1:].parameters() if weight.ndim == 2)
     each += llama().lm_head.weight.nbytes
@@ -96,7 +54,7 @@ def test_errors_in_the_middle_of_a_transfer_leave_the_model_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     copies = StandInCopies()
-    spec = streamed(tmp_path, llama(), copies)
+    spec = wrapped(streamed(tmp_path, llama(), FromHost(copies)))
     wanted = greedy(spec)
     stock, left = copies.wait_for, iter(range(100))
 
@@ -112,23 +70,9 @@ def test_errors_in_the_middle_of_a_transfer_leave_the_model_usable(
     assert torch.equal(greedy(spec), wanted)
 
 
-def test_a_mark_that_fails_frees_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = StandInCopies()
-    spec = streamed(tmp_path, llama(), copies, bits=None)
-    with monkeypatch.context() as patched:
-        patched.setattr(copies, "computed", lambda: (_ for _ in ()).throw(RuntimeError("device error")))
-        with pytest.raises(RuntimeError, match="device error"):
-            greedy(spec)
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(spec.generate(PROMPTS[:1], max_new_tokens=2)), daemon=True)
-    thread.start()
-    thread.join(20)
-    assert found
-
-
 def test_memory_of_the_host_is_given_back_with_the_model(tmp_path: Path) -> None:
     copies = StandInCopies()
-    spec = streamed(tmp_path, llama(), copies)
+    spec = wrapped(streamed(tmp_path, llama(), FromHost(copies)))
     spec.generate(PROMPTS, MASK, max_new_tokens=4)
     assert len(copies.locked) == 1
     del spec
@@ -142,7 +86,7 @@ def test_a_disk_that_fails_while_loading_gives_memory_back(tmp_path: Path, monke
     surveyed = survey(str(tmp_path), None, 128, FromHost(copies))
     monkeypatch.setattr(WeightFiles, "opened", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with pytest.raises(StorageError):
-        place(surveyed, Plan(1, 1, None, 0, Bandwidth(1, 1), 1.0))
+        place(surveyed, plan(1))
     gc.collect()
     assert copies.locked == []
 
@@ -200,7 +144,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def test_the_streams_of_cuda_wait_for_each_other(tmp_path: Path, cuda: MagicMock) -> None:
     model = llama()
-    spec = streamed(tmp_path, model, DeviceCopies(CPU))
+    spec = wrapped(streamed(tmp_path, model, FromHost(DeviceCopies(CPU))))
     wanted = greedy(selfspec.wrap(model))
     assert torch.equal(greedy(spec), wanted)
     ((address, size, flags),) = (each.args for each in cuda.cudaHostRegister.call_args_list)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.captures import Again, ticking
-from helpers.copies import StandInCopies
+from helpers.copies import MASK, PROMPTS, StandInCopies, greedy, plan, streamed, wrapped
 from helpers.shrunken import shrunken
 from helpers.tiny import in_turns
 from selfspec.decode.generation import Limits
@@ -37,44 +37,22 @@ from selfspec.errors import (
 from selfspec.formats.planes import Planes
 from selfspec.model.identity import fingerprint
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.place import PlannedCheckpoint, default_draft, place, plan_checkpoint
-from selfspec.placement.plan import SLOTS, Bandwidth, Plan, shown_bytes
+from selfspec.placement.place import PlannedCheckpoint, place, plan_checkpoint
+from selfspec.placement.plan import SLOTS, shown_bytes
 from selfspec.placement.stored import ReadBuffer, StoredTensor, WeightFiles
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, FromHost, WeightSource
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.runner import ModelRunner
 
-PROMPTS = torch.tensor([[3, 7, 11, 2, 5, 9], [0, 0, 4, 8, 12, 6]])
-MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
-
-
+SOURCES: dict[str, Callable[[], WeightSource]] = {"disk": FromDisk, "device": lambda: FromHost(StandInCopies())}
+by_each_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: tiny.llama(dtype=torch.float32, intermediate_size=64),
     "tied": lambda: tiny.llama(dtype=torch.float32, intermediate_size=64, tie_word_embeddings=True),
     "gpt2": lambda: tiny.gpt2(dtype=torch.float32),
     "mixtral": lambda: shrunken("mixtral", torch.float32, intermediate_size=64),
 }
-
-
-def plan(resident: int, bits: int | None) -> Plan:
-    drafting, step = (None, None) if bits is None else (4.0, 0.05)
-    format = None if bits is None else f"int{bits}"
-    return Plan(resident, resident < 5, format, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step)
-
-
-def streamed(folder: Path, model: PreTrainedModel, resident: int = 1, bits: int | None = 4) -> PreTrainedModel:
-    model.save_pretrained(folder)
-    return place(survey(str(folder), None, 128, FromDisk()), plan(resident, bits))
-
-
-def wrapped(model: PreTrainedModel) -> selfspec.SelfSpeculative:
-    placement: Any = placement_of(model)
-    return selfspec.wrap(model, default_draft(placement.plan), runtime=selfspec.runtime.Eager())
-
-
-def greedy(spec: selfspec.SelfSpeculative, new: int = 8) -> torch.Tensor:
-    return spec.generate(PROMPTS, MASK, max_new_tokens=new, do_sample=False).sequences
 
 
 @pytest.fixture
@@ -93,38 +71,37 @@ def wanted(model: PreTrainedModel) -> torch.Tensor:
     return greedy(selfspec.wrap(model))
 
 
-@pytest.mark.parametrize(("name", "bits"), in_turns(tuple(MODELS), (None, 8, 4)))
-def test_streamed_layers_give_the_models_own_tokens(tmp_path: Path, name: str, bits: int | None) -> None:
+@by_each_source
+@pytest.mark.parametrize(("name", "format"), in_turns(tuple(MODELS), (None, "int8", "int4")))
+def test_streamed_layers_give_the_models_own_tokens(
+    tmp_path: Path, source: Callable[[], WeightSource], name: str, format: str | None
+) -> None:
     model = MODELS[name]()
-    placed = streamed(tmp_path, model, bits=bits)
+    placed = streamed(tmp_path, model, source(), format=format)
     assert fingerprint(placed) == fingerprint(model)
     spec = wrapped(placed)
     for sampled in ({"do_sample": False}, {"do_sample": True, "accept": "coupled", "seed": 3}):
         output = spec.generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
         wanted = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=24, **sampled)
         assert torch.equal(output.sequences, wanted.sequences)
-    if bits is not None:
+        assert output.lossless
+    if format is not None:
         assert output.stats.accepted > 0
         assert output.stats.substitute_bytes > 0
 
 
-SPLITS = ((0, 0, None), (1, 0, "int4"), (1, 4, "upper"), (0, 5, "upper"), (1, 2, "int8"), (5, 0, None))
+SPLITS = ((0, None, 0), (1, "int4", 0), (1, "upper", 4), (0, "upper", 5), (1, "int8", 2), (5, None, 0))
 
 
-def in_planes(folder: Path, split: tuple[int, int, str | None], source: WeightSource) -> PreTrainedModel:
-    resident, partly, format = split
-    part = "upper" if partly else None
-    drafting, step = (None, None) if format is None else (4.0, 0.05)
-    surveyed = survey(str(folder), None, 128, source, Planes())
-    band = Bandwidth(10e9, 1e9)
-    return place(surveyed, Plan(resident, resident < 5, format, 0, band, 1.0, drafting, step, 0, partly, part))
+def in_planes(folder: Path, split: tuple[int, str | None, int], source: WeightSource) -> PreTrainedModel:
+    return place(survey(str(folder), None, 128, source, Planes()), plan(*split))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("source", [FromDisk, lambda: FromHost(StandInCopies())], ids=["disk", "device"])
+@by_each_source
 def test_planes_of_which_some_are_fetched_give_the_models_own_tokens(
-    tmp_path: Path, source: Callable[[], WeightSource], split: tuple[int, int, str | None], dtype: torch.dtype
+    tmp_path: Path, source: Callable[[], WeightSource], split: tuple[int, str | None, int], dtype: torch.dtype
 ) -> None:
     tiny.llama(dtype=torch.bfloat16, intermediate_size=64).to(dtype).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -140,7 +117,7 @@ def test_planes_of_which_some_are_fetched_give_the_models_own_tokens(
         assert torch.equal(plain.generate(PROMPTS, MASK, max_new_tokens=16, **sampled).sequences, wanted.sequences)
         output = spec.generate(PROMPTS, MASK, max_new_tokens=16, **sampled)
         assert output.lossless
-        assert (output.stats.accepted > 0) == (split[2] is not None)
+        assert (output.stats.accepted > 0) == (split[1] is not None)
         if dtype == torch.float32:
             assert torch.equal(output.sequences, wanted.sequences)
 
@@ -148,7 +125,7 @@ def test_planes_of_which_some_are_fetched_give_the_models_own_tokens(
 def test_in_16_bits_the_part_that_stays_drafts_as_it_does_in_memory(tmp_path: Path) -> None:
     tiny.llama(dtype=torch.bfloat16, intermediate_size=64).save_pretrained(tmp_path)
     options: dict[str, Any] = {"draft_length": 3, "runtime": selfspec.runtime.Eager()}
-    spec = selfspec.wrap(in_planes(tmp_path, (0, 5, "upper"), FromDisk()), "upper", **options)
+    spec = selfspec.wrap(in_planes(tmp_path, (0, "upper", 5), FromDisk()), "upper", **options)
     whole = selfspec.wrap(selfspec.load(tmp_path, weights="planes").model, "upper", **options)
     found, wanted = (each.generate(PROMPTS, MASK, max_new_tokens=24, do_sample=True, seed=5) for each in (spec, whole))
     assert torch.equal(found.sequences, wanted.sequences)
@@ -158,7 +135,7 @@ def test_in_16_bits_the_part_that_stays_drafts_as_it_does_in_memory(tmp_path: Pa
 def test_a_pass_moves_a_quarter_of_the_bits_of_layers_whose_upper_plane_stays(tmp_path: Path) -> None:
     sizes = {"intermediate_size": 512, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 64}
     tiny.llama(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path)
-    model = in_planes(tmp_path, (0, 5, "upper"), FromDisk())
+    model = in_planes(tmp_path, (0, "upper", 5), FromDisk())
     stream: Any = placement_of(model).stream  # type: ignore[union-attr]
     bits = 2 * sum(weight.numel() for name, weight in model.named_parameters() if weight.ndim == 2 and weight.is_meta)
     model(PROMPTS)
@@ -184,21 +161,19 @@ def test_packed_weights_that_the_disk_has_no_room_for_are_a_typed_error(
 def test_any_number_of_layers_may_stay(
     tmp_path: Path, model: PreTrainedModel, wanted: torch.Tensor, resident: int
 ) -> None:
-    placed = streamed(tmp_path, model, resident, bits=4 if resident < 4 else None)
+    placed = streamed(tmp_path, model, resident=resident, format="int4" if resident < 4 else None)
     away = [name for name, weight in placed.named_parameters() if weight.is_meta]
     assert len(away) == 7 * max(0, 4 - resident) + (resident < 5)
     assert torch.equal(greedy(wrapped(placed)), wanted)
 
 
-def test_the_stock_model_streams_too(tmp_path: Path, model: PreTrainedModel) -> None:
-    placed = streamed(tmp_path, model)
-    assert torch.equal(placed(PROMPTS).logits, model(PROMPTS).logits)
-
-
-def test_shards_and_other_dtypes_than_the_files(tmp_path: Path, model: PreTrainedModel) -> None:
+@by_each_source
+def test_shards_and_other_dtypes_than_the_files(
+    tmp_path: Path, source: Callable[[], WeightSource], model: PreTrainedModel
+) -> None:
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    placed = place(survey(str(tmp_path), torch.float64, 128, FromDisk()), plan(1, None))
+    placed = place(survey(str(tmp_path), torch.float64, 128, source()), plan(1))
     assert torch.equal(placed(PROMPTS).logits, model.double()(PROMPTS).logits)
 
 
@@ -264,7 +239,7 @@ def test_a_read_that_fails_is_a_typed_error_and_the_next_call_is_right(
 def test_reads_ahead_that_fail_do_not_fail_the_next_call(
     tmp_path: Path, model: PreTrainedModel, wanted: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = wrapped(streamed(tmp_path, model, bits=None))
+    spec = wrapped(streamed(tmp_path, model, format=None))
     with monkeypatch.context() as patched:
         patched.setattr(WeightFiles, "opened", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(StorageError, match="cannot be read"):
@@ -274,12 +249,23 @@ def test_reads_ahead_that_fail_do_not_fail_the_next_call(
     assert torch.equal(greedy(spec), wanted)
 
 
+@pytest.mark.parametrize(
+    ("source", "owner", "name"),
+    [(SOURCES["disk"], torch.nn.Linear, "forward"), (SOURCES["device"], StandInCopies, "computed")],
+    ids=["a layer", "a mark of the device"],
+)
 def test_an_error_inside_a_streamed_layer_frees_the_stream(
-    tmp_path: Path, model: PreTrainedModel, wanted: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    model: PreTrainedModel,
+    wanted: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    source: Callable[[], WeightSource],
+    owner: type,
+    name: str,
 ) -> None:
-    spec = wrapped(streamed(tmp_path, model, resident=0))
+    spec = wrapped(streamed(tmp_path, model, source(), resident=0))
     with monkeypatch.context() as patched:
-        patched.setattr(torch.nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(owner, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             greedy(spec)
     found: list[torch.Tensor] = []
@@ -405,7 +391,7 @@ def test_drafts_that_a_budget_has_no_copies_for_are_refused(
 
 
 def test_copies_are_refused_where_there_are_none(tmp_path: Path, model: PreTrainedModel) -> None:
-    spec = wrapped(streamed(tmp_path, model, bits=None))
+    spec = wrapped(streamed(tmp_path, model, format=None))
     with pytest.raises(DraftConfigError, match="no rounded copies"):
         spec.drafting("int4")
 
@@ -481,6 +467,6 @@ def test_a_head_that_is_larger_than_what_it_saves_stays(tmp_path: Path, vocabula
     model.save_pretrained(tmp_path)
     surveyed = survey(str(tmp_path), None, 128, FromDisk())
     assert bool(surveyed.layers[-1]) == streams
-    spec = wrapped(place(surveyed, plan(1, 4)))
+    spec = wrapped(place(surveyed, plan(1, "int4")))
     assert spec.model.lm_head.weight.is_meta == streams
     assert torch.equal(greedy(spec), greedy(selfspec.wrap(model)))

@@ -20,6 +20,7 @@ from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForC
 import selfspec
 from helpers import tiny
 from helpers.captures import Operations
+from helpers.copies import plan
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.placement.place import place
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, Stays, parse_bytes, plan_memory, shown_bytes
@@ -265,7 +266,7 @@ def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
 ) -> None:
     make().save_pretrained(tmp_path)
     surveyed = survey(str(tmp_path), None, context, FromDisk())
-    spec = selfspec.wrap(place(surveyed, Plan(0, 1, None, 0, Bandwidth(10e9, 1e9), 1.0)))
+    spec = selfspec.wrap(place(surveyed, plan(0)))
     held = _Held()
     with Operations(held.note):
         output = spec.generate(tiny.prompt(tokens), max_new_tokens=1, do_sample=False)
