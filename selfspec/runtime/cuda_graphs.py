@@ -20,9 +20,6 @@ from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesErro
 # The most graphs of one kind of pass: it has one for each bucket of slots and each cache.
 _MOST_GRAPHS = 32
 
-# Tokens of each row that a graph reads.
-_WIDTHS = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
-
 Launch = Callable[[], tuple[Tensor, ...]]
 """Run a pass over tensors at fixed addresses, and return its outputs."""
 
@@ -43,6 +40,8 @@ class CudaGraphs(Runtime):
 
     after: int = 8
     bucket: int = BUCKET
+    # A few tokens take a device as long as one token, and each width would need its own graphs.
+    widths = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
 
     def __post_init__(self) -> None:
         for name, value, least in (("after", self.after, 0), ("bucket", self.bucket, 2)):
@@ -62,10 +61,6 @@ class CudaGraphs(Runtime):
     def takes(self, example: PassTensors) -> bool:
         # An encoder's output is large, and has another address in each generation.
         return example.source is None
-
-    def width(self, tokens: int) -> int:
-        # A few tokens take a device as long as one token, and each width would need its own graphs.
-        return next((width for width in _WIDTHS if width >= tokens), tokens)
 
     def program(self, function: Function, example: PassTensors) -> Function:
         # An operation that waits for the device would make a capture fail half-way.

@@ -39,22 +39,19 @@ class OtherSizesError(RuntimeError):
 
 
 class Runtime(ABC):
-    """Runs passes, by programs or by the stock modules."""
+    """Runs passes, by programs or by the stock modules.
 
-    @property
-    def after(self) -> int | None:
-        """Passes of a kind that the stock modules run before a program replaces them; None: all."""
-        return None
+    Attributes:
+        after: passes of a kind that the stock modules run before a program replaces them; None: all.
+        making_seconds: the same in seconds; infinite if passes run asynchronously.
+        bucket: passes read a multiple of this number of slots.
+        widths: tokens of each row that programs read for chains, in rising order.
+    """
 
-    @property
-    def making_seconds(self) -> float:
-        """Seconds of stock passes of a kind before a program replaces them; infinite if passes run asynchronously."""
-        return math.inf
-
-    @property
-    def bucket(self) -> int:
-        """Passes read a multiple of this number of slots."""
-        return 1
+    after: int | None = None
+    making_seconds: float = math.inf
+    bucket: int = 1
+    widths: tuple[int, ...] = ()
 
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
         """Refuse a device that this runtime cannot run on."""
@@ -72,7 +69,7 @@ class Runtime(ABC):
 
     def width(self, tokens: int) -> int:
         """Return how many tokens of each row a program reads for a chain of `tokens`; tokens after it are scrap."""
-        return tokens
+        return next((width for width in self.widths if width >= tokens), tokens)
 
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
         """Take draft steps in one go by `program`, overwriting `first`; None: it takes them one by one."""

@@ -97,7 +97,7 @@ def test_models_that_decide_by_values_run_unrecorded() -> None:
 class _InThrees(Again):
     """Programs over multiples of three tokens; each says how many of its slots were left, and over how many it ran."""
 
-    widths: list[int] = field(default_factory=list, compare=False)
+    ran: list[int] = field(default_factory=list, compare=False)
     left: list[int] = field(default_factory=list, compare=False)
 
     def width(self, tokens: int) -> int:
@@ -108,7 +108,7 @@ class _InThrees(Again):
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         def run(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self.widths.append(tensors[0].shape[1])
+            self.ran.append(tensors[0].shape[1])
             self.left.append(tensors[-1].shape[2] - int(tensors[1].max()) - 1)
             return function(tensors)
 
@@ -125,7 +125,7 @@ def test_wider_programs_serve_chains_as_long_as_there_are_slots(
         assert_stock(spec, tiny.prompt(PROMPT), new)
     assert ragged_samples(spec, PROMPT, NEW) == ragged_samples(wrapped(llama, Eager(), draft), PROMPT, NEW)
     assert not spec.programs.refusals
-    assert 3 in runtime.widths
+    assert 3 in runtime.ran
     assert min(runtime.left) >= 0
 
 

@@ -25,10 +25,6 @@ from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, Recor
 _MOST_TOKENS = MOST_NODES
 # The same in bfloat16 with AVX-512, for which torch has products of its own.
 _NARROW = 24
-# Widths of programs for chains: making one takes longer than reading a few tokens more.
-_WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-# Seconds that making a program of 30 layers takes: a few passes over long texts take that long.
-_MAKING_SECONDS = 0.25
 # How far drafts in fewer bits may be from those of the stock modules: a share of their norm. At most 0.11 was seen over
 # 168 steps of SmolLM2-135M-Instruct, and 0 in half of them.
 _OF_DRAFTS = 0.25
@@ -53,21 +49,18 @@ class Native(Runtime):
     """
 
     after: int = 16
+    # Making a program of 30 layers takes that long, as a few passes over long texts do.
+    making_seconds = 0.25
+    # Making a program takes longer than reading a few tokens more.
+    widths = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
     def __post_init__(self) -> None:
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
             raise UnsupportedOptionError(f"after must be an integer of at least 0, got {self.after!r}")
 
-    @property
-    def making_seconds(self) -> float:
-        return _MAKING_SECONDS
-
     def check(self, device: torch.device) -> None:
         if device.type == "cpu":
             native.warn_of_absence()
-
-    def width(self, tokens: int) -> int:
-        return next((width for width in _WIDTHS if width >= tokens), tokens)
 
     def prepared(self, model: nn.Module) -> nn.Module:
         # Attentions are one operator each, which stands for them in a graph.
