@@ -129,18 +129,13 @@ class Placement:
 
 def format_of(draft: Drafter) -> str | None:
     """Return the name of the format of the copies that a draft needs; None: it needs none."""
-    rounded: list[LowPrecision] = []
 
-    def seen(each: Drafter) -> Drafter:
-        if isinstance(each, LowPrecision):
-            rounded.append(each)
-        elif each.format is not None:
-            names = " and ".join(copies())
-            raise DraftConfigError(f"{draft_name(each)}: within a budget fewer bits are those of {names}")
-        return each
-
-    draft.mapped(seen)
-    for each in rounded:
+    def checked(each: Drafter) -> Drafter:
+        if not isinstance(each, LowPrecision):
+            if each.format is not None:
+                names = " and ".join(copies())
+                raise DraftConfigError(f"{draft_name(each)}: within a budget fewer bits are those of {names}")
+            return each
         if each.saved is not None:
             raise DraftConfigError(
                 f"{draft_name(each)}: within a budget copies are made when the model is loaded; "
@@ -149,6 +144,9 @@ def format_of(draft: Drafter) -> str | None:
         usual = type(each.format)()
         if each.format != usual:
             raise DraftConfigError(f"{each.format}: within a budget weights are kept in {usual}")
+        return each
+
+    draft.mapped(checked)
     return None if draft.format is None else draft.format.name
 
 

@@ -40,15 +40,8 @@ def shown_bytes(size: float) -> str:
 
 SLOTS = 4
 """Streamed weights in memory at once: two of experts, and two being fetched."""
-_TOKENS_AT_ONCE, _SCORED = 1024, 32 * 2**20
-"""The most tokens of prompts in a pass, of all rows together, and the most numbers in its mask or scores."""
 LONGEST = 32
 """The most tokens drafted each round."""
-
-
-def tokens_at_once(context: int, scored_heads: int) -> int:
-    """Return the most tokens of prompts that a pass reads, of all rows together."""
-    return max(1, min(_TOKENS_AT_ONCE, context, _SCORED // (context * max(1, scored_heads))))
 
 
 class Stays(Enum):

@@ -22,7 +22,7 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import layer_caches
 from selfspec.model.substitutes import substitutable_weights
 from selfspec.placement.packed import packed_on_disk
-from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Stays, tokens_at_once
+from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Stays
 from selfspec.placement.skeleton import Skeleton, names_by_weight, skeleton
 from selfspec.placement.stored import StoredWeight, WeightFiles, drafts_inside
 from selfspec.placement.weight_source import WeightSource
@@ -40,6 +40,8 @@ _OF_SCORE = 16
 # States of a prompt that a layer holds at once, each as wide as the inputs and outputs of its widest product together:
 # three of the MLP, and some of the layer and its attention.
 _STATES = 4
+# The most tokens of prompts in a pass, of all rows together, and the most numbers in its mask or scores.
+_TOKENS_AT_ONCE, _SCORED = 1024, 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Survey:
     @property
     def at_once(self) -> int:
         """The most tokens of prompts that a pass reads, of all rows together."""
-        return tokens_at_once(self.context, _scored_heads(self.skeleton.model.config))
+        scored_heads = max(1, _scored_heads(self.skeleton.model.config))
+        return max(1, min(_TOKENS_AT_ONCE, self.context, _SCORED // (self.context * scored_heads)))
 
     def bandwidth(self) -> Bandwidth:
         """Measure how fast weights are streamed and multiplied."""

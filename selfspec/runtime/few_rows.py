@@ -266,15 +266,10 @@ def _norm_in_one_step(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Modul
     weight = getattr(module, "weight", None)
     if type(weight) is not nn.Parameter or not same_code(type(module).forward, _rms_norm):
         return None
-    step = _step(weight)
-    return None if step is None else view_running(module, partial(step, module))
-
-
-def _step(weight: Tensor) -> Callable[[nn.Module, Tensor], Tensor] | None:
     if runs_triton(weight.device):
-        return _by_triton
+        return view_running(module, partial(_by_triton, module))
     fits = weight.device.type == "cpu" and weight.dtype in native.IN_FLOAT32
-    return _norm_natively if fits and native.available() else None
+    return view_running(module, partial(_norm_natively, module)) if fits and native.available() else None
 
 
 def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:

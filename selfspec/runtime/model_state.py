@@ -190,7 +190,7 @@ class ReachedCode:
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         home = _home(value)
-        if not _is_known(home):
+        if not f"{home}.".startswith(_KNOWN) and home.split(".")[0] not in sys.stdlib_module_names:
             self.others.append(f"{home}.{getattr(value, '__qualname__', type(value).__qualname__)}")
             return
         looked_into = isinstance(value, FunctionType) and f"{home}.".startswith(_LOOKED_INTO)
@@ -246,10 +246,6 @@ def _home(value: Any) -> str:
     else:
         home = getattr(value, "__module__", None) or type(value).__module__
     return str(home)
-
-
-def _is_known(home: str) -> bool:
-    return f"{home}.".startswith(_KNOWN) or home.split(".")[0] in sys.stdlib_module_names
 
 
 # Modules of these are known to decide alike in every call.
