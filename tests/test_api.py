@@ -19,6 +19,7 @@ from transformers.generation import TextStreamer
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import assert_alike
 from helpers.reference import layers_of, sublayer_module
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
@@ -357,26 +358,20 @@ def _cacheless() -> PreTrainedModel:
     return OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)).eval()
 
 
-def _unknown() -> PreTrainedModel:
+def _configured(name: str, value: str) -> PreTrainedModel:
     model = tiny.llama()
-    model.config.model_type = "made_up"
+    setattr(model.config, name, value)
     return model
+
+
+def _unknown() -> PreTrainedModel:
+    return _configured("model_type", "made_up")
 
 
 def _classifier() -> PreTrainedModel:
     from transformers import LlamaForSequenceClassification
 
     return LlamaForSequenceClassification(tiny.llama().config).eval()
-
-
-def _cross_attention() -> PreTrainedModel:
-    return tiny.gpt2(add_cross_attention=True)
-
-
-def _flex() -> PreTrainedModel:
-    model = tiny.llama()
-    model.config._attn_implementation = "flex_attention"
-    return model
 
 
 def _training_with_checkpointing() -> PreTrainedModel:
@@ -395,8 +390,11 @@ def _training_with_checkpointing() -> PreTrainedModel:
         (_cacheless, "'openai-gpt' is not supported: it has no key-value cache"),
         (_unknown, r"no adapter for architecture 'made_up'; .*selfspec\.Adapter"),
         (_classifier, "no language-model head; load it with AutoModelForCausalLM"),
-        (_cross_attention, "attends to what it has no encoder for"),
-        (_flex, "'flex_attention' is not supported; load the model with attn_implementation='sdpa'"),
+        (lambda: tiny.gpt2(add_cross_attention=True), "attends to what it has no encoder for"),
+        (
+            lambda: _configured("_attn_implementation", "flex_attention"),
+            "'flex_attention' is not supported; load the model with attn_implementation='sdpa'",
+        ),
         (lambda: tiny.gpt2(resid_pdrop=0.1).train(), r"training mode.*model\.eval\(\)"),
         # Llama drops attention out by a function, not by a module.
         (lambda: tiny.llama(attention_dropout=0.1).train(), r"training mode.*model\.eval\(\)"),
@@ -420,11 +418,8 @@ def test_a_model_that_cannot_draft_for_itself_is_refused(build: Callable[[], Any
 def test_training_mode_without_dropout_is_fine(architecture: str) -> None:
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {}
     model = tiny.BUILDERS[architecture](**off).train()
-    wanted = model.generate(tiny.prompt(5), max_new_tokens=9, do_sample=False)
-    assert torch.equal(
-        selfspec.wrap(model, DRAFTS["exit"], draft_length=4).generate(tiny.prompt(5), max_new_tokens=9).sequences,
-        wanted,
-    )
+    spec = selfspec.wrap(model, DRAFTS["exit"], draft_length=4)
+    assert_alike(spec, inputs=tiny.prompt(5), max_new_tokens=9, do_sample=False)
 
 
 def test_a_model_put_into_training_after_wrapping_is_refused_before_it_runs() -> None:
@@ -581,6 +576,4 @@ def test_a_drafter_that_cannot_be_a_key_drafts(llama: PreTrainedModel) -> None:
     class Own(selfspec.drafts.EarlyExit):
         __hash__ = None  # type: ignore[assignment]
 
-    wanted = llama.generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)
-    out = selfspec.wrap(llama, Own(2)).generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)
-    assert torch.equal(out.sequences, wanted)
+    assert_alike(selfspec.wrap(llama, Own(2)), inputs=tiny.prompt(5), max_new_tokens=8, do_sample=False)

@@ -13,12 +13,6 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 V2 = ("memory.max", "memory.current")
 
 
-def write(folder: Path, limit: int | str, usage: int, names: tuple[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in zip(names, (limit, usage), strict=True):
-        (folder / name).write_text(f"{value}\n")
-
-
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(process, "_GROUPS", tmp_path)
@@ -49,8 +43,10 @@ def test_the_nearest_limit_of_all_groups_around_counts(
     free: int,
 ) -> None:
     (groups / "self").write_text(said)
-    for level, (most, used) in levels.items():
-        write(groups / level, most, used, names)
+    for level, values in levels.items():
+        (groups / level).mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, values, strict=True):
+            (groups / level / name).write_text(f"{value}\n")
     assert (process.machine_bytes(), process.free_bytes()) == (limit, free)
 
 

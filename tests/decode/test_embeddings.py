@@ -343,7 +343,7 @@ def test_a_prompt_with_an_image_is_continued_as_the_model_does(model_type: str) 
         assert out.sequences.tolist() == wanted.tolist(), draft
 
 
-def _padded(example: Pictured, left: int) -> dict[str, Any]:
+def _padded(example: Pictured, left: int = 5) -> dict[str, Any]:
     """The prompt, and the same text with an image of other numbers behind some padding."""
     ids = torch.nn.functional.pad(example.ids, (left, 0)).repeat(2, 1)
     ids[0] = torch.cat([torch.randint(3, 40, (left,), generator=torch.Generator().manual_seed(0)), example.ids[0]])
@@ -357,21 +357,20 @@ def _padded(example: Pictured, left: int) -> dict[str, Any]:
     return inputs
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_vl"])
-def test_rows_with_images_may_be_padded(model_type: str) -> None:
-    example = pictured(model_type)
-    inputs = _padded(example, left=5)
-    for draft in (None, "exit:2", "lookup"):
-        assert_alike(selfspec.wrap(example.model, draft, draft_length=3), **inputs, **OPTIONS)
-
-
-def test_rows_whose_images_take_different_positions_count_on_from_their_own() -> None:
-    example = pictured("qwen2_vl")
+def _in_one_row(example: Pictured) -> dict[str, Any]:
+    """The prompt, and one with words in place of the image, whose positions count on from their own."""
     ids = example.ids.repeat(2, 1)
     ids[1, 3:9] = torch.tensor([11, 12, 13, 14, 15, 16])
-    inputs = {**example.inputs, "input_ids": ids, "mm_token_type_ids": (ids == 40).int()}
+    return {**example.inputs, "input_ids": ids, "mm_token_type_ids": (ids == 40).int()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rows"), [("gemma3", _padded), ("qwen2_vl", _padded), ("qwen2_vl", _in_one_row)]
+)
+def test_rows_with_images(model_type: str, rows: Callable[[Pictured], dict[str, Any]]) -> None:
+    example = pictured(model_type)
     for draft in (None, "exit:2", "lookup"):
-        assert_alike(selfspec.wrap(example.model, draft, draft_length=3), **inputs, **OPTIONS)
+        assert_alike(selfspec.wrap(example.model, draft, draft_length=3), **rows(example), **OPTIONS)
 
 
 def test_rows_that_leave_take_their_offsets_along() -> None:

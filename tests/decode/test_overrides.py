@@ -101,10 +101,6 @@ def _scaling(model: PreTrainedModel, *args: Any, **inputs: Any) -> Any:
     return type(model).forward(model, *args, **_embedded(model, inputs))
 
 
-def _shadow(model: Any) -> None:
-    model.forward = MethodType(_scaling, model)
-
-
 def _shadow_by_closure(model: Any) -> None:
     own = model.forward
     model.forward = lambda *args, **inputs: own(*args, **_embedded(model, inputs))
@@ -112,10 +108,6 @@ def _shadow_by_closure(model: Any) -> None:
 
 def _compile(model: Any) -> None:
     model.forward = torch.compile(model.forward, backend="eager")
-
-
-def _compile_base(model: Any) -> None:
-    model.model.forward = torch.compile(model.model.forward, backend="eager")
 
 
 # What is done to a model, and whether its text is another than before.
@@ -130,9 +122,9 @@ HONOURED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], bool]] =
     "hook before a layer": (_changed(lambda m: m.model.layers[1].register_forward_pre_hook(_layer_before)), True),
     "hook behind the embeddings": (_changed(lambda m: m.model.embed_tokens.register_forward_hook(_louder)), True),
     "hook behind the head": (_changed(lambda m: m.lm_head.register_forward_hook(_louder)), False),
-    "forward of the instance": (_changed(_shadow), True),
+    "forward of the instance": (_changed(lambda m: setattr(m, "forward", MethodType(_scaling, m))), True),
     "compiled forward": (_changed(_compile), False),
-    "compiled forward of the base": (_changed(_compile_base), False),
+    "compiled forward of the base": (_changed(lambda m: _compile(m.model)), False),
 }
 # Methods that a class may not have of its own, and what the refusal says to do.
 METHODS = {

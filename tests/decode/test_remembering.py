@@ -155,11 +155,6 @@ def ragged(rows: int = 4) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def lengths(sequences: Tensor) -> list[int]:
-    """New tokens of each row. None of them is `PAD`, which is suppressed."""
-    return (sequences[:, WIDTH:] != PAD).sum(1).tolist()
-
-
 def same_calls(found: list[Call], wanted: list[Call], lengths: Sequence[int]) -> bool:
     """Whether calls are the same, scores too, those of rows that had ended apart."""
     assert [(call.who, len(call.ids[0])) for call in found] == [(call.who, len(call.ids[0])) for call in wanted]
@@ -229,16 +224,6 @@ def stock(model: PreTrainedModel, name: str, **options: Any) -> tuple[Any, list[
     return model.generate(**options, **OPTIONS[name](log)), log
 
 
-def assert_like_stock(spec: selfspec.SelfSpeculative, name: str, **options: Any) -> selfspec.GenerateOutput:
-    """Check text and calls of one generation, and return it."""
-    wanted, calls = stock(spec.model, name, **options)
-    log: list[Call] = []
-    out = spec.generate(**options, **OPTIONS[name](log))
-    assert torch.equal(out.sequences, wanted)
-    assert same_calls(log, calls, out.lengths)
-    return out
-
-
 def wrapped(model: PreTrainedModel, draft: str, length: int, rule: str | None = None) -> selfspec.SelfSpeculative:
     """Without recorded passes, which take longer to record than these texts to write."""
     return selfspec.wrap(model, DRAFTS[draft], draft_length=length, accept=rule, runtime=selfspec.runtime.Eager())
@@ -249,7 +234,11 @@ def test_calls_and_text_are_those_of_transformers(model: PreTrainedModel, name: 
     # Each rule, and drafts of 2 to 5 tokens, somewhere.
     number = list(OPTIONS).index(name) + list(DRAFTS).index(draft)
     spec = wrapped(model, draft, 2 + number % 4, ("token", "block", "coupled")[number % 3])
-    out = assert_like_stock(spec, name, **ragged(), **GREEDY)
+    wanted, calls = stock(model, name, **ragged(), **GREEDY)
+    log: list[Call] = []
+    out = spec.generate(**ragged(), **GREEDY, **OPTIONS[name](log))
+    assert torch.equal(out.sequences, wanted)
+    assert same_calls(log, calls, out.lengths)
     assert (out.stats.drafted > 0) == (draft != "plain")
 
 
@@ -345,6 +334,8 @@ def test_samples_follow_the_exact_joint(processor: type[Drifting]) -> None:
 @pytest.mark.parametrize("draft", ["exit", "skip", "look-up", "cascade"])
 def test_a_stream_calls_for_what_it_has_committed_and_no_more(model: PreTrainedModel, draft: str) -> None:
     wanted, calls = stock(model, "both", **ragged(), **GREEDY)
+    # No new token is `PAD`, which is suppressed.
+    lengths = (wanted[:, WIDTH:] != PAD).sum(1).tolist()
     log: list[Call] = []
     stream = wrapped(model, draft, 4).stream(**ragged(), **GREEDY, **OPTIONS["both"](log))
     texts: list[list[int]] = [[] for _ in range(4)]
@@ -354,7 +345,7 @@ def test_a_stream_calls_for_what_it_has_committed_and_no_more(model: PreTrainedM
             texts[row] += part.tokens
         # Rows that go on are at one place, and those called have seen just that much.
         longest = max(map(len, texts))
-        assert all(len(texts[row]) == longest for row in goes_on if len(texts[row]) < lengths(wanted)[row])
+        assert all(len(texts[row]) == longest for row in goes_on if len(texts[row]) < lengths[row])
         assert len(log) == 2 * longest
         assert same_calls(log, calls[: len(log)], [len(text) for text in texts])
     assert torch.equal(stream.output().sequences, wanted)

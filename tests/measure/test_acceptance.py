@@ -25,7 +25,6 @@ from selfspec.measure.own_text import Continuation, continued, cycle_share
 from selfspec.measure.teacher_forced import (
     DraftPath,
     LayerViews,
-    TeacherForcedFigures,
     TeacherForcedText,
     expected_rounds,
     readings,
@@ -266,14 +265,6 @@ def prompt(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return ids
 
 
-def _figures(
-    model: PreTrainedModel, drafter: LayerPathDrafter, ids: Tensor, prompt: int, reach: int, temperature: float
-) -> list[TeacherForcedFigures]:
-    path, views = DraftPath(drafter.path(5)), LayerViews(model, find_adapter(model))
-    texts = [Continuation(row, prompt) for row in ids.split(1)]
-    return teacher_forced_figures(views, texts, [path], reach, temperature)[0]
-
-
 @pytest.mark.tools
 def test_sampled_rounds_are_those_of_generations_in_the_mean(exact_stories: PreTrainedModel, prompt: Tensor) -> None:
     drafter, length, rows = _DRAFTER, 3, 64
@@ -283,8 +274,9 @@ def test_sampled_rounds_are_those_of_generations_in_the_mean(exact_stories: PreT
     others = selfspec.wrap(exact_stories).generate(
         many, max_new_tokens=_NEW, do_sample=True, top_k=0, eos_token_id=None, seed=2
     )
-    figures = _figures(exact_stories, drafter, others.sequences, prompt.shape[1], length, 1.0)
-    expected = expected_rounds(figures, length)
+    path, views = DraftPath(drafter.path(5)), LayerViews(exact_stories, find_adapter(exact_stories))
+    texts = [Continuation(row, prompt.shape[1]) for row in others.sequences.split(1)]
+    expected = expected_rounds(teacher_forced_figures(views, texts, [path], length, 1.0)[0], length)
     # About 1,500 and 900 draft tokens each: a standard error is 0.013 and 0.017.
     for position in range(length):
         found = output.stats.accepted_per_depth[position] / output.stats.judged_per_depth[position]

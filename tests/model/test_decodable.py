@@ -237,22 +237,15 @@ def _dropping(model: PreTrainedModel) -> None:
     model.config.attention_dropout = model.model.layers[1].self_attn.attention_dropout = 0.1
 
 
-def _numbered_as_the_first(model: PreTrainedModel) -> None:
-    model.model.layers[1].self_attn.layer_idx = 0
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "dropping": _dropping,
+    "numbered as the first": lambda model: setattr(model.model.layers[1].self_attn, "layer_idx", 0),
+    "with another kernel": lambda model: setattr(model.config, "_attn_implementation_internal", "flex_attention"),
+    "with a loop of its own": lambda model: model.__dict__.update(_sample=print),
+}
 
 
-def _with_another_kernel(model: PreTrainedModel) -> None:
-    model.config._attn_implementation_internal = "flex_attention"
-
-
-def _with_a_loop_of_its_own(model: PreTrainedModel) -> None:
-    model.__dict__["_sample"] = lambda *_: None
-
-
-CHANGES = (_dropping, _numbered_as_the_first, _with_another_kernel, _with_a_loop_of_its_own)
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_call_checks_a_model_again_once_it_has_changed(
     change: Callable[[PreTrainedModel], None], llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

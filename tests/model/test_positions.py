@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
 from helpers.captures import StandIn, ticking
-from helpers.saved_folders import checkpoint_folder
 from helpers.serving import Stepped
 from helpers.shrunken import shrunken
 from helpers.tokenizers import PLAIN
@@ -215,15 +214,6 @@ def test_rows_of_an_engine_end_at_the_change_with_drafts_of_others_beside_them()
         assert ticket.tokens == wanted.tolist()
 
 
-def conversing() -> tuple[Conversation, PreTrainedModel]:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder())
-    tables = {**rope(), "original_max_position_embeddings": CHAT_BOUNDARY}
-    model = tiny.llama(rope_parameters=tables, vocab_size=len(tokenizer), max_position_embeddings=400)
-    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
-    template = ChatTemplate(tokenizer, PLAIN)
-    return Conversation(spec, tokenizer, template, "Be kind.", 30, {"do_sample": False}), model
-
-
 def answered(conversation: Conversation, model: PreTrainedModel, text: str) -> ChatTurn:
     turn = conversation.ask(text)
     for _ in turn:
@@ -234,8 +224,14 @@ def answered(conversation: Conversation, model: PreTrainedModel, text: str) -> C
     return turn
 
 
-def test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length() -> None:
-    conversation, model = conversing()
+def test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tables = {**rope(), "original_max_position_embeddings": CHAT_BOUNDARY}
+    model = tiny.llama(rope_parameters=tables, vocab_size=len(tokenizer), max_position_embeddings=400)
+    spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
+    template = ChatTemplate(tokenizer, PLAIN)
+    conversation = Conversation(spec, tokenizer, template, "Be kind.", 30, {"do_sample": False})
     long = "What did Tom say to Lily about the red ball and the blue one, and why did he say it, Mom?"
     answered(conversation, model, long)
     assert len(conversation._read.tokens) > CHAT_BOUNDARY
