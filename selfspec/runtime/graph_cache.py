@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -52,7 +52,7 @@ class _Program:
 
 @dataclass
 class _Candidate:
-    """The progress of a kind of pass towards its program."""
+    """The progress of a kind of pass towards its program. Passes and seconds waited are those that it could serve."""
 
     passes: int = 0
     waited: float = 0.0
@@ -165,11 +165,7 @@ class BoundPrograms:
 
     def _wider(self, kind: PassKind) -> dict[PassKind, _Candidate]:
         """Return the kinds whose programs may run passes of `kind`, with more tokens behind."""
-        return {
-            other: each
-            for other, each in self.candidates.items()
-            if kind.width < other.width and each.refused is None and replace(other, width=kind.width) == kind
-        }
+        return {other: each for other, each in self.candidates.items() if each.refused is None and other.covers(kind)}
 
     def run(
         self,
@@ -188,7 +184,8 @@ class BoundPrograms:
         if candidate is None:
             if len(self.candidates) >= _MOST_KINDS:
                 return stock()
-            candidate = self.candidates.setdefault(kind, _Candidate())
+            narrower = [each.passes for other, each in self.candidates.items() if kind.covers(other)]
+            candidate = self.candidates.setdefault(kind, _Candidate(max(narrower, default=0)))
         length = tensors.slots.visible.shape[0]
         program = candidate.program
         if program is not None and candidate.serves(length):
@@ -203,13 +200,17 @@ class BoundPrograms:
             except Exception as error:
                 candidate.refuse(_said(error))
                 return stock()
-        candidate.passes += 1
+        counted = [candidate, *self._wider(kind).values()]
+        for each in counted:
+            each.passes += 1
         wanted = candidate.refused is None and self._is_due(candidate)
         # Another thread may be making the program.
         if not wanted or not self.runtime.takes(tensors) or not candidate.making.acquire(blocking=False):
             began = self._clock()
             result = stock()
-            candidate.waited += self._clock() - began
+            seconds = self._clock() - began
+            for each in counted:
+                each.waited += seconds
             return result
         try:
             return self._try(kind, candidate, tensors, width, stock, function)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class PassKind:
     def path(self) -> LayerPath:
         """Path of the passes."""
         return self.runs.path
+
+    def covers(self, other: PassKind) -> bool:
+        """Return whether its program runs passes of another kind, with more tokens behind."""
+        return other.width < self.width and replace(other, width=self.width) == self
 
 
 @dataclass(frozen=True)

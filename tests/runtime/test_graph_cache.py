@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,22 @@ def test_a_longer_chains_program_serves_lengths_that_have_none_yet(llama: PreTra
     assert seldom.passes == 0
     seldom.waited, made.proved = 0.0, False
     assert programs.serving(short, 9) == short
+
+
+def test_the_longest_chain_gets_its_program_first(llama: PreTrainedModel) -> None:
+    spec = wrapped(llama, Again(after=3), EXIT)
+    spec.generate(tiny.prompt(PROMPT), max_new_tokens=4, do_sample=False)
+    programs: Any = spec.programs.bound_to(llama)
+    long = next(kind for kind in programs.candidates if kind.width > 1)
+    long, short = replace(long, width=8), replace(long, width=6)
+    tensors: Any = SimpleNamespace(slots=SimpleNamespace(visible=torch.ones(9)))
+    programs.candidates.clear()
+    for kind in (short, short, long, short):
+        assert programs.serving(kind, 9) == kind
+        programs.run(kind, tensors, kind.width, stock=lambda: None, function=lambda: pytest.fail("too soon"))
+    # Passes of both count, and its program will serve both.
+    assert {kind.width: each.passes for kind, each in programs.candidates.items()} == {6: 3, 8: 4}
+    assert (programs.serving(short, 9), programs.serving(short, 7)) == (long, short)
 
 
 @dataclass(frozen=True)
