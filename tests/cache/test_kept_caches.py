@@ -15,6 +15,7 @@ import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
 from helpers.copies import MASK, PROMPTS, stand_in_device
+from helpers.reference import begun
 from selfspec.cache import view
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.shared_layer import CacheKind
@@ -28,7 +29,6 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.placement.drafts import placement_of
 from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
 
 CPU = torch.device("cpu")
 
@@ -167,13 +167,9 @@ class Rows:
     """A model with a cache of some rows, and what a draft over copies sees of it."""
 
     def __init__(self, model: PreTrainedModel, lengths: list[int], seed: int = 0) -> None:
-        adapter = find_adapter(model)
-        self.cache: SharedCache = adapter.shared_cache(model, len(lengths), 200, 8, device=torch.device("cpu"))
-        self.runner = ModelRunner(model, adapter, self.cache)
-        self.cache.cursors.reserve(max(lengths))
+        self.runner = begun(model, tiny.prompt(max(lengths), len(lengths), seed=seed), lengths)
+        self.cache = self.runner.cache
         self.cache.hold(4, 150)
-        self.runner.prefill(tiny.prompt(max(lengths), len(lengths), seed=seed), lengths)
-        self.cache.commit(lengths)
 
     def drafted(self, bits: CacheBits | None) -> Tensor:
         rows = len(self.cache.seq_lens)

@@ -15,9 +15,11 @@ from selfspec.formats.packed import Packed
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.layer_path import sublayers as all_sublayers
+from selfspec.model.registry import find_adapter
 from selfspec.model.stock_passes import over_cache
+from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
+from selfspec.runtime.runner import ModelRunner, runner_for
 
 # Of attention and MLP: the module, a linear that every token of it passes, and the linear that ends it.
 _PARTS = {Part.ATTENTION: ("self_attn", ".q_proj", ".o_proj"), Part.MLP: ("mlp", ".up_proj", ".down_proj")}
@@ -146,6 +148,19 @@ def few_octaves(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 def every_number(dtype: torch.dtype) -> Tensor:
     """Every pattern of 16 bits as a number."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@torch.no_grad()
+def begun(
+    model: PreTrainedModel, prompts: Tensor, lengths: Sequence[int], programs: GraphCache | None = None
+) -> ModelRunner:
+    """A runner whose cache holds prompts, `[rows, tokens]`, of some lengths, with room for 64 tokens or more."""
+    adapter, bucket = find_adapter(model), 1 if programs is None else programs.runtime.bucket
+    runner = runner_for(model, adapter, adapter.shared_cache(model, len(prompts), 200, 16, bucket=bucket), programs)
+    runner.cache.cursors.reserve(32)
+    runner.prefill(prompts, lengths)
+    runner.cache.commit(lengths)
+    return runner
 
 
 class Bench:

@@ -21,14 +21,14 @@ from transformers.generation import (
 import selfspec
 from helpers import tiny
 from helpers.captures import ticking, wrapped
+from helpers.reference import begun
 from selfspec.decode.noise import drawn_by_blocks, drawn_by_inversion
 from selfspec.decode.processors import Suppression, SuppressionAt, Warping, choice_of, read_processing
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import Chain, Choice, Draws, PassRequest
-from selfspec.runtime.runner import RecordedRunner, runner_for
+from selfspec.runtime.runner import RecordedRunner
 
 pytestmark = pytest.mark.kernels
 
@@ -132,19 +132,13 @@ class Bench:
     """A model whose cache holds a prompt, with a program for passes over one token of each of two rows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        adapter, cpu = find_adapter(model), torch.device("cpu")
-        self.path = LayerPath.full(len(adapter.decoder_layers(model)))
-        self.cache = adapter.shared_cache(model, 2, 64, 16, device=cpu, bucket=1)
         programs = GraphCache(Native(after=0), ticking())
-        self.runner = runner_for(model, adapter, self.cache, programs)
-        self.cache.cursors.reserve(32)
-        self.runner.prefill(torch.cat([tiny.prompt(7, seed=seed) for seed in range(2)]), [7, 7])
-        self.cache.commit([7, 7])
+        self.runner = begun(model, torch.cat([tiny.prompt(7, seed=seed) for seed in range(2)]), [7, 7], programs)
+        self.path = LayerPath.full(self.runner.depth)
         self.last = torch.tensor([[3], [4]])
         while not programs.proved:
-            self.cache.cursors.reserve(32)
             self.runner.run(PassRequest(self.path, self.last))
-            self.cache.commit([1, 1])
+            self.runner.cache.commit([1, 1])
 
     def chained(self, draws: Draws) -> Chained:
         chain: Any = self.runner.chain(PassRequest(self.path, self.last), draws)

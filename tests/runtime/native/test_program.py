@@ -18,12 +18,12 @@ import selfspec
 from helpers import captures, tiny
 from helpers.captures import assert_stock, ragged_samples, ticking, wrapped
 from helpers.encoder_decoders import FRAMES, MELS, encoder_decoder
+from helpers.reference import begun
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
 from selfspec.kernels.native import Kind
 from selfspec.model.layer_path import LayerPath
-from selfspec.model.registry import find_adapter
 from selfspec.runtime import Eager, Native, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
@@ -32,7 +32,6 @@ from selfspec.runtime.native.noting import noted
 from selfspec.runtime.native.program import planned, with_waits
 from selfspec.runtime.pass_function import PassKind
 from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner, runner_for
 
 pytestmark = pytest.mark.kernels
 
@@ -183,14 +182,8 @@ class Bench:
     """A model whose cache holds a prompt, and passes over what comes next."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        adapter = find_adapter(model)
-        self.depth = len(adapter.decoder_layers(model))
-        self.cache = adapter.shared_cache(model, 1, 64, 16, device=torch.device("cpu"), bucket=1)
         self.programs = GraphCache(Native(after=0), ticking())
-        self.runner: ModelRunner = runner_for(model, adapter, self.cache, self.programs)
-        self.cache.cursors.reserve(32)
-        self.runner.prefill(tiny.prompt(PROMPT, vocabulary=64), [PROMPT])
-        self.cache.commit([PROMPT])
+        self.runner = begun(model, tiny.prompt(PROMPT, vocabulary=64), [PROMPT], self.programs)
 
     @property
     def served(self) -> bool:
@@ -200,9 +193,9 @@ class Bench:
 
     def logits(self, tokens: torch.Tensor, tree: Tree | None = None) -> torch.Tensor:
         if tree is not None:
-            self.cache.open(tree)
-        logits = self.runner.run(PassRequest(LayerPath.full(self.depth), tokens)).logits
-        self.cache.commit([0])
+            self.runner.cache.open(tree)
+        logits = self.runner.run(PassRequest(LayerPath.full(self.runner.depth), tokens)).logits
+        self.runner.cache.commit([0])
         return logits
 
 
