@@ -7,7 +7,7 @@ the node.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -38,13 +38,8 @@ _MOST_ROWS = 3
 
 
 @functools.cache
-def tiny_model(architecture: str, kernel: str) -> PreTrainedModel:
-    return tiny.BUILDERS[architecture](attention=kernel)
-
-
-@functools.cache
-def shrunken_model(architecture: str, kernel: str) -> PreTrainedModel:
-    return shrunken(architecture, attn_implementation=kernel)
+def _made_once(make: Callable[..., PreTrainedModel], *given: str, **options: str) -> PreTrainedModel:
+    return make(*given, **options)
 
 
 @torch.no_grad()
@@ -77,7 +72,7 @@ class AnyRounds(RuleBasedStateMachine):
 
     def built(self, kernel: str) -> PreTrainedModel:
         """The model; equal calls give the same one."""
-        return tiny_model(self.architecture, kernel)
+        return _made_once(tiny.BUILDERS[self.architecture], attention=kernel)
 
     def graphs(self, model: PreTrainedModel) -> GraphCache | None:
         """Programs of the model; None: its modules run every pass."""
@@ -259,7 +254,7 @@ class AnyShrunkenRounds(AnyRounds):
     tolerance: ClassVar[dict[str, float]] = {"sdpa": 1e-4, "eager": 1e-4}
 
     def built(self, kernel: str) -> PreTrainedModel:
-        return shrunken_model(self.architecture, kernel)
+        return _made_once(shrunken, self.architecture, attn_implementation=kernel)
 
 
 def any_rounds(machine: type[RuleBasedStateMachine], examples: int, steps: int = 12, **altered: Any) -> Any:

@@ -42,8 +42,11 @@ MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")
     ids=lambda each: f"{each}",
 )
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    name, dtype = request.param
-    return tiny.llama(**SIZES, dtype=dtype) if name == "llama" else shrunken(name, dtype, vocab_size=70)
+    return built(*request.param)
+
+
+def built(name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    return tiny.llama(**SIZES, dtype=dtype) if name == "llama" else shrunken(name, dtype, vocab_size=70, **options)
 
 
 class Reading:
@@ -99,12 +102,7 @@ def test_bits_of_a_token_depend_on_nothing_that_is_read_with_it(
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", ["lookup+exit:2", "int8", "int4", "recycle"])
 def test_text_with_a_draft_and_in_a_batch_is_plain_decodings_to_the_token(name: str, kind: str) -> None:
-    runtime = BatchInvariant()
-    model = (
-        tiny.llama(**SIZES, dtype=torch.bfloat16)
-        if kind == "llama"
-        else shrunken(kind, torch.bfloat16, vocab_size=70, hidden_size=64)
-    )
+    runtime, model = BatchInvariant(), built(kind, torch.bfloat16, hidden_size=64)
     options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
     length: Any = selfspec.FixedLength(4, nodes=9) if name == "recycle" else 4
     plain = selfspec.wrap(model, runtime=runtime)

@@ -95,24 +95,17 @@ class Doubled(nn.Linear):
         return 2 * super().forward(states)
 
 
-def _shadowed() -> nn.Module:
-    linear = nn.Linear(8, 8)
-    linear.forward = partial(torch.mul, 3)  # type: ignore[method-assign]
-    return linear
-
-
-def _holding_a_shadowed_parent() -> nn.Module:
-    parent = nn.Sequential(nn.Linear(8, 8))
-    parent.forward = partial(torch.mul, 3)  # type: ignore[method-assign]
-    return nn.Sequential(parent)
+def _shadowed(module: nn.Module) -> nn.Module:
+    module.forward = partial(torch.mul, 3)
+    return module
 
 
 @pytest.mark.parametrize(
     "module",
     [
         Doubled(8, 8),
-        _shadowed(),
-        _holding_a_shadowed_parent(),
+        _shadowed(nn.Linear(8, 8)),
+        nn.Sequential(_shadowed(nn.Sequential(nn.Linear(8, 8)))),
         nn.Linear(8, 8).bfloat16(),
         nn.Linear(8, 8, device="meta"),
         nn.Sequential(nn.LayerNorm(8), nn.ReLU()),

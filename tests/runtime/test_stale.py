@@ -189,12 +189,8 @@ SETTINGS: dict[str, Change] = {
 """What torch is told for a while, which need not change the text."""
 
 
-def _llama() -> Model:
-    return tiny.llama(num_hidden_layers=2)
-
-
-def _native_llama() -> Model:
-    return tiny.llama(num_hidden_layers=2, dtype=torch.float32)
+def _llama(dtype: torch.dtype = torch.float64) -> Model:
+    return tiny.llama(num_hidden_layers=2, dtype=dtype)
 
 
 def _text(spec: selfspec.SelfSpeculative) -> list[list[int]]:
@@ -234,7 +230,7 @@ def test_graphs_are_of_the_model_as_it_is(change: Change) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("change", (CHANGES | SETTINGS).values(), ids=CHANGES | SETTINGS)
 def test_programs_are_of_the_model_as_it_is(change: Change) -> None:
-    _check(_native_llama(), change, Native(0))
+    _check(_llama(torch.float32), change, Native(0))
 
 
 @pytest.mark.parametrize(("build", "change"), OTHERS.values(), ids=OTHERS)
@@ -291,7 +287,7 @@ def test_a_function_mode_sees_every_pass() -> None:
             output = func(*args, **(kwargs or {}))
             return output.flip(-1) if func is functional.silu else output
 
-    _check(_native_llama(), lambda _: Flipping(), Native(0))
+    _check(_llama(torch.float32), lambda _: Flipping(), Native(0))
 
 
 def test_what_is_changed_within_a_generation_is_recorded_by_none() -> None:
