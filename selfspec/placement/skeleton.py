@@ -206,11 +206,6 @@ class Skeleton:
     deferred: dict[str, DeferredTensor]
     stored: dict[str, StoredWeight]
 
-    @property
-    def nbytes_beside(self) -> int:
-        """The most bytes that making a weight takes, without the weight itself."""
-        return max((weight.nbytes_beside for weight in self.deferred.values()), default=0)
-
 
 def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, files: WeightFiles) -> Skeleton:
     """Make the model of a checkpoint with `transformers`, without its weights; dtype None: the checkpoint's own."""

@@ -139,7 +139,8 @@ class Survey:
         passes = states + masks + scores + 2 * max(copied, default=0) + copied_cache
         moving = max((max(module.substitutes.values()) for layer in self.layers for module in layer), default=0)
         # While weights are made, there are no keys and values, and no passes.
-        loading = self.skeleton.nbytes_beside - cache if self.source.device.type == "cpu" else 0
+        beside = max((weight.nbytes_beside for weight in self.skeleton.deferred.values()), default=0)
+        loading = beside - cache if self.source.device.type == "cpu" else 0
         return Memory(
             process=self.process,
             kept=sum(self._nbytes(*named) for named in self.skeleton.model.named_parameters()) - sum(sizes),

@@ -189,7 +189,11 @@ class ReachedCode:
             value = value.fget
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        home = _home(value)
+        if isinstance(value, FunctionType):
+            # A wrapper reports the module of what it wraps.
+            home = str(value.__globals__.get("__name__"))
+        else:
+            home = str(getattr(value, "__module__", None) or type(value).__module__)
         if not f"{home}.".startswith(_KNOWN) and home.split(".")[0] not in sys.stdlib_module_names:
             self.others.append(f"{home}.{getattr(value, '__qualname__', type(value).__qualname__)}")
             return
@@ -236,16 +240,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _home(value: Any) -> str:
-    """Return the name of the module that a callable comes from."""
-    if isinstance(value, FunctionType):
-        # A wrapper reports the module of what it wraps.
-        home = value.__globals__.get("__name__")
-    else:
-        home = getattr(value, "__module__", None) or type(value).__module__
-    return str(home)
 
 
 # Modules of these are known to decide alike in every call.

@@ -267,7 +267,7 @@ def test_the_loader_reads_no_weight(
     surveyed = survey(str(tmp_path), torch.bfloat16, 128, FromDisk())
     assert all(weight.is_meta for weight in surveyed.skeleton.model.parameters())
     # What takes memory while a weight is made counts.
-    assert surveyed.skeleton.nbytes_beside > 0
+    assert any(weight.nbytes_beside for weight in surveyed.skeleton.deferred.values())
 
 
 def check_refused(folder: Path, message: str) -> None:
