@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -44,17 +43,14 @@ class OpenBlock:
     def positions(self, slots: Tensor) -> Tensor:
         """Return the position of each slot, `[batch or 1, slots]`: before the block, slot i has position i."""
         place = slots - self.start
-        inside = self.start + self.depths[self._clamped(place)]
+        inside = self.start + self.depths[place.clamp(0, self.nodes)]
         return torch.where(place < 0, slots, inside)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return whether tokens of the block in slots `queries` see slots `keys`, `[batch or 1, queries, keys]`."""
         query, key = (queries - self.start)[:, :, None], (keys - self.start)[:, None, :]
-        own = self.sees[query, self._clamped(key)] & (key <= self.nodes)
+        own = self.sees[query, key.clamp(0, self.nodes)] & (key <= self.nodes)
         return (key < 0) | own
-
-    def _clamped(self, place: Tensor) -> Tensor:
-        return place.clamp(0, self.nodes)
 
 
 WIDEST_ROUND = 16
@@ -110,11 +106,6 @@ class Cursors:
     def parent(self, node: int) -> int:
         """Return the parent of a node; nodes count from 0."""
         return node - 1 if self.tree is None else self.tree.parents[node]
-
-    def is_path(self, nodes: Sequence[int]) -> bool:
-        """Return whether these nodes are a path of the block from node -1; an empty path counts."""
-        branch = pairwise(nodes)
-        return list(nodes[:1]) in ([], [-1]) and all(self.parent(node) == parent for parent, node in branch)
 
     def move(self, counts: Sequence[int]) -> None:
         """Advance each cursor by its number of tokens, and close the block."""

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.cache.cursors import OpenBlock
-from selfspec.cache.view import EVERYTHING, Seen, Window
+from selfspec.cache.view import EVERYTHING, Seen
 from selfspec.cache.view import sees as sees_top
 
 Pattern = Callable[..., Tensor]
@@ -47,12 +47,6 @@ def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
 
 
-def needs_mask(config: PreTrainedConfig, slots: Tensor, block: OpenBlock | None, padded: bool) -> bool:
-    """Return whether full attention gets a mask: on sdpa a single token per row, all in one slot, needs none."""
-    kernel: str = config._attn_implementation
-    return block is not None or padded or slots.shape != (1, 1) or kernel != "sdpa"
-
-
 def attention_mask(
     config: PreTrainedConfig,
     slots: Tensor,
@@ -65,7 +59,7 @@ def attention_mask(
     padded: bool = False,
     attended: Seen = EVERYTHING,
 ) -> Any:
-    """Make the `attention_mask` of a stock model for a pass; None for full attention where `needs_mask` is False.
+    """Make the `attention_mask` of a stock model for a pass; None for full attention that needs none.
 
     It is 4-D, `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. `slots`
     are `[rows or 1, tokens]`; without `block`, slot i holds position i. Windows and chunks count positions, not slots.
@@ -73,22 +67,26 @@ def attention_mask(
     limits all layers, its top slots those with full attention.
     """
     tokens, window, top = slots.shape[1], attended.view.window, attended.top
-    masks_full = needs_mask(config, slots, block, padded)
+    # On sdpa a single token per row, all in one slot, needs no mask.
+    masks_full = block is not None or padded or slots.shape != (1, 1) or config._attn_implementation != "sdpa"
     slots = slots.expand(rows, tokens)
     allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)
 
     def mask(pattern: Pattern) -> Tensor | None:
         if pattern is causal_mask_function and not masks_full and window is None and top is None:
             return None
-        if window is not None:
-            pattern = _within(window, pattern)
-        elif top is not None and pattern is causal_mask_function:
-            pattern = _among(top, pattern)
+
+        def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            found = pattern(row, head, query, key)
+            if window is not None:
+                return found & ((query - key < window.recent) | (key < window.sinks))
+            return found & sees_top(top, row, key) if top is not None and pattern is causal_mask_function else found
+
         made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
             batch_size=rows,
             q_length=tokens,
             kv_length=visible,
-            mask_function=allowed(pattern),
+            mask_function=allowed(seen),
             allow_is_causal_skip=False,
             dtype=dtype,
             device=slots.device,
@@ -109,18 +107,6 @@ def attention_mask(
     # Types that are missing here read no keys, so they need no mask: recurrent layers, or layers with only an MLP.
     kinds = dict.fromkeys([*(layer_types or ()), *(_ALWAYS_ASKED if recurrent else ())])
     return {kind: mask(patterns[kind]) if kind in patterns else None for kind in kinds}
-
-
-def _within(window: Window, pattern: Pattern) -> Pattern:
-    """Limit a pattern to a window."""
-    return lambda row, head, query, key: (
-        pattern(row, head, query, key) & ((query - key < window.recent) | (key < window.sinks))
-    )
-
-
-def _among(top: Tensor, pattern: Pattern) -> Pattern:
-    """Limit a pattern to the top slots."""
-    return lambda row, head, query, key: pattern(row, head, query, key) & sees_top(top, row, key)
 
 
 def _by_slots(slots: Tensor) -> Callable[[Pattern], Pattern]:

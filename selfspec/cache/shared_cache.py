@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -249,7 +249,8 @@ class SharedCache(Cache):
     def commit_paths(self, paths: Sequence[Sequence[int]]) -> None:
         """Gather a path of nodes in each row, from -1 on, and move the cursor over it. ValueError: it is no path."""
         for path in paths:
-            if not self.cursors.is_path(path):
+            begins = list(path[:1]) in ([], [-1])
+            if not begins or any(self.cursors.parent(node) != parent for parent, node in pairwise(path)):
                 raise ValueError(f"{list(path)} is no path of the block")
         self._gather(paths)
         self._settle([len(path) for path in paths], [path[-1] if path else None for path in paths])
@@ -385,10 +386,6 @@ class SharedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of slots before the tokens of the pass, in the row with the furthest cursor."""
         return max(self.seq_lens) + self.cursors.first + 1
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the slot of a pass's first token, if all cursors are equal."""
-        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass over `query_length` tokens looks at, and the first of them."""

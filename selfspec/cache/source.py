@@ -42,11 +42,6 @@ class Source:
         kept = [tensor for layer in self.cross.layers for tensor in (layer.keys, layer.values) if tensor is not None]
         return sum(tensor.nbytes for tensor in [*kept, *_tensors(self.outputs).values()])
 
-    @property
-    def read(self) -> bool:
-        """True if cross-attention has made its keys and values."""
-        return bool(self.cross.layers)
-
     def beside(self, cache: Cache) -> EncoderDecoderCache:
         """Return the cache argument of a stock model: the cache of the text, and this source's keys and values."""
         return EncoderDecoderCache(cache, self.cross)

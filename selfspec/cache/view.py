@@ -39,13 +39,9 @@ class CacheView:
     top_keys: int | None = None
     bits: CacheBits | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """True if it is all of the exact cache."""
-        return self == WHOLE
-
 
 WHOLE = CacheView()
+"""All of the exact cache."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +227,11 @@ def through_copy(exact: Tensor, levels: Tensor, factors: Tensor, lengths: Tensor
     each group's scale and value of level 0, `[rows, heads, 2 * groups, slots]`; `lengths` `[rows]`.
     """
     visible = exact.shape[2]
-    read = _unrounded(levels[:, :, :visible], factors[..., :visible], bits)
+    groups = levels[:, :, :visible].unflatten(-1, (factors.shape[-2] // 2, -1))
+    if bits == 4:
+        groups = torch.cat([groups & 15, groups >> 4], -1)
+    scales, lowest = factors[..., :visible].transpose(-1, -2).unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
+    read = (groups * scales + lowest).flatten(-2)
     copied = torch.arange(visible, device=exact.device) < lengths[:, None]
     return torch.where(copied[:, None, :, None], read.to(exact.dtype), exact)
 
@@ -265,15 +265,6 @@ def rounded(exact: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         levels = first | second << 4
     factors = torch.stack([scales, lowest], -2).flatten(-3)
     return levels.flatten(-2), factors.transpose(-1, -2)
-
-
-def _unrounded(levels: Tensor, factors: Tensor, bits: int) -> Tensor:
-    groups = levels.unflatten(-1, (factors.shape[-2] // 2, -1))
-    if bits == 4:
-        groups = torch.cat([groups & 15, groups >> 4], -1)
-    scales, lowest = factors.transpose(-1, -2).unflatten(-1, (-1, 2)).unsqueeze(-1).unbind(-2)
-    numbers: Tensor = groups * scales + lowest
-    return numbers.flatten(-2)
 
 
 def _shape_of(slots: Tensor, bits: int) -> torch.Size:

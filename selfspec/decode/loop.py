@@ -36,7 +36,7 @@ def begin_round(batch: Batch) -> Budget:
     # Erase what draft tokens left in the cache of rows that are tried again.
     batch.cache.scrub([index for index, row in enumerate(batch.running) if row in batch.nonfinite_rows])
     source = batch.cache.source
-    unread = source is not None and not source.read
+    unread = source is not None and not source.cross.layers
     # A prompt's last embedding is read, and keys and values of a source are made, by a pass of the whole network.
     if batch.nonfinite_rows or batch.first_embeddings is not None or unread:
         return Budget.chain(0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.cache.view import WHOLE
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
 from selfspec.draft.rows_view import RowsView
@@ -45,7 +46,7 @@ class LayerPathDrafter(Drafter):
     def runs_exact_layers(self, depth: int) -> bool:
         """Return whether the layers of a step compute the same as in the target."""
         path = self.path(depth)
-        return path.experts is None and path.view.is_whole and (self.format is None or self.format.exact)
+        return path.experts is None and path.view == WHOLE and (self.format is None or self.format.exact)
 
     def early_exit(self, depth: int) -> Exit | None:
         """Return the exit between two of `depth` layers where the path ends with nothing skipped, or None."""

@@ -97,7 +97,10 @@ class Assistant(Drafter):
         if self.source is not None and device.type != "meta":
             self.model.to(device=device, dtype=model.dtype)
             if has_encoder(model) and encoders_are_equal(self.model, model):
-                share_encoder(self.model, model)
+                # It uses the model's weights, and its own are freed.
+                its = model.get_encoder().state_dict(keep_vars=True)
+                for name, weight in self.model.get_encoder().state_dict(keep_vars=True).items():
+                    weight.data = its[name].data
 
     def check_joining(self) -> None:
         raise DraftConfigError(
@@ -270,13 +273,6 @@ def encoders_are_equal(assistant: PreTrainedModel, model: PreTrainedModel) -> bo
     own, its = (each.get_encoder().state_dict(keep_vars=True) for each in (assistant, model))
     pairs = [(weight, its[name]) for name, weight in own.items() if name in its]
     return own.keys() == its.keys() and all(one.dtype == other.dtype and one.equal(other) for one, other in pairs)
-
-
-def share_encoder(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Free the weights of an assistant's encoder that equals the model's, and use the model's weights."""
-    its = model.get_encoder().state_dict(keep_vars=True)
-    for name, weight in assistant.get_encoder().state_dict(keep_vars=True).items():
-        weight.data = its[name].data
 
 
 def source_by(assistant: PreTrainedModel, read: Source) -> Source:

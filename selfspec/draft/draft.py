@@ -151,12 +151,6 @@ class Offer:
     kind: int
     shares: dict[TokenPath, float]
 
-    @classmethod
-    def of_draft(cls, draft: Draft, tokens: Sequence[int], length: int) -> Offer:
-        """Make an offer of one row's draft tokens, down to depth `length`, each with probability 1."""
-        paths = (path for path in draft.tree.paths if len(path) <= length)
-        return cls(draft.match_length, {tuple(tokens[node] for node in path): 1.0 for path in paths})
-
     def reach(self, trust: float) -> dict[TokenPath, float]:
         """Return each path's probability, given `trust`: accepted tokens of such offers over the sum of shares."""
         reach: dict[TokenPath, float] = {(): 1.0}

@@ -214,8 +214,11 @@ class Proposer(ABC):
         found = self.look_up(rows, budget)
         if found is None or not found.length:
             return [()] * len(rows.running)
-        each = zip(found.tokens.tolist(), lengths_of(rows, found), strict=True)
-        return [(Offer.of_draft(found, tokens, length),) if length else () for tokens, length in each]
+        offers: list[tuple[Offer, ...]] = []
+        for tokens, length in zip(found.tokens.tolist(), lengths_of(rows, found), strict=True):
+            shares = {tuple(tokens[node] for node in path): 1.0 for path in found.tree.paths if len(path) <= length}
+            offers.append((Offer(found.match_length, shares),) if length else ())
+        return offers
 
     def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
         """Learn from a pass over prompt tokens, before they are committed.

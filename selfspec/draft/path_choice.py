@@ -306,11 +306,6 @@ class Trial(Behind):
     tokens: int
     greedy: bool
 
-    @property
-    @abstractmethod
-    def columns(self) -> int:
-        """Number of paths that a token is tried on, the whole network included."""
-
     def tree(self, draft: Tree) -> Tree:
         return draft
 
@@ -356,15 +351,11 @@ class ExitTrial(Trial):
 
     exits: tuple[int, ...]
 
-    @property
-    def columns(self) -> int:
-        return 1 + len(self.exits)
-
     def view(self, model: nn.Module, adapter: Adapter, behind: int, choices: list[Tensor]) -> nn.Module:
         return compared_view(model, adapter, self.exits)
 
     def by_column(self, logits: Tensor, behind: int) -> Tensor:
-        columns: Tensor = logits.unflatten(0, (self.columns, -1)).movedim(0, -2)
+        columns: Tensor = logits.unflatten(0, (1 + len(self.exits), -1)).movedim(0, -2)
         return columns[:, : self.tokens]
 
 
@@ -386,6 +377,7 @@ class PathTrial(Trial):
 
     @property
     def columns(self) -> int:
+        """Number of paths that a token is tried on, the whole network included."""
         return 1 + self.most + len(self.skipped)
 
     def tree(self, draft: Tree) -> Tree:

@@ -115,7 +115,12 @@ class RecyclingProposer(FreeProposer):
         if not any(lengths):
             return rows.no_draft()
         if self._rows_apart:
-            self._proposed = self._chains(rows, contexts, budget)
+            tree = Tree.chain(budget.depth)
+            found: list[list[int]] = [
+                self._table(row).grown(context[None], tree)[0].tolist() if length and row in rows.unfinished else []
+                for row, context, length in zip(rows.running, contexts, self._lengths, strict=True)
+            ]
+            self._proposed = chains(rows, found, match_length=_CANDIDATES)
             return self._proposed
         chances = self._memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if rows.chains_only else None]
         tree = best_shape(chances, lambda nodes: rows.controller.round_cost(0, nodes), budget).tree
@@ -176,14 +181,6 @@ class RecyclingProposer(FreeProposer):
             return self._memory.table.find(contexts).lengths
         each = zip(rows.running, contexts, strict=True)
         return np.array([self._table(row).find(context).lengths for row, context in each])
-
-    def _chains(self, rows: RowsView, contexts: NDArray[np.int64], budget: Budget) -> Draft:
-        tree = Tree.chain(budget.depth)
-        found: list[list[int]] = [
-            self._table(row).grown(context[None], tree)[0].tolist() if length and row in rows.unfinished else []
-            for row, context, length in zip(rows.running, contexts, self._lengths, strict=True)
-        ]
-        return chains(rows, found, match_length=_CANDIDATES)
 
     def _contexts(self, rows: RowsView) -> NDArray[np.int64]:
         """Return each running row's last tokens, `[rows, longest]`."""

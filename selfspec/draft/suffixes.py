@@ -137,11 +137,8 @@ class _Found:
             steps = steps % (len(self.tokens) - places[:, None])
         # Every other text ends with `NONE`.
         reads = np.minimum(places[:, None] + steps, len(self.tokens) - 1)
-        return Counter(map(_up_to_end, self.tokens[reads].tolist()))
-
-
-def _up_to_end(tokens: list[int]) -> tuple[int, ...]:
-    return tuple(tokens[: tokens.index(NONE)] if NONE in tokens else tokens)
+        runs = self.tokens[reads].tolist()
+        return Counter(tuple(tokens[: tokens.index(NONE)] if NONE in tokens else tokens) for tokens in runs)
 
 
 def _weighted(found: Sequence[_Found], longest: int, depth: int) -> Iterator[tuple[float, tuple[int, ...]]]:

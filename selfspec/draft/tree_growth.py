@@ -21,7 +21,6 @@ from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Proposer
 from selfspec.draft.rows_view import RowsView, remembered
 from selfspec.model.gated_view import Features
-from selfspec.model.sizes import bytes_read
 from selfspec.runtime.request import Chain, PassResult
 from selfspec.runtime.runner import ModelRunner, runner_for
 
@@ -170,11 +169,6 @@ def of_levels(tree: Tree, logits: Callable[[int], Tensor]) -> Read:
         return logits(0 if first < 0 else tree.depths[first]).expand(-1, tokens.shape[1], -1)
 
     return read
-
-
-def share_of(nbytes: float, model: PreTrainedModel, adapter: Adapter) -> float:
-    """Return the draft cost ratio c of a head that reads `nbytes` bytes in each step."""
-    return nbytes / bytes_read(model, adapter)
 
 
 def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:

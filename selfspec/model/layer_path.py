@@ -123,7 +123,7 @@ class LayerPath:
 
         None: every sublayer is exact, or not even the first is.
         """
-        if not self.view.is_whole or self.experts is not None:
+        if self.view != WHOLE or self.experts is not None:
             return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first

@@ -80,8 +80,8 @@ class Eagle(LayersFromFolder):
     def joined(self) -> int:
         return super().joined if self._is_third else 2
 
-    def points(self, depth: int) -> tuple[Point, ...]:
-        return super().points(depth) if self._is_third else ("normed",)
+    def features(self, depth: int) -> tuple[Point, ...]:
+        return super().features(depth) if self._is_third else ("normed",)
 
     def check(self, depth: int) -> None:
         if not self._is_third:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec.arguments import checked_path
-from selfspec.draft.drafter import Drafter, name_of
-from selfspec.draft.heads.head import Fusion, Head, inside_of
+from selfspec.draft.drafter import Drafter, OwnBytes, name_of
+from selfspec.draft.heads.head import Fusion, Head, inside_of, weight_bytes
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import parse_json
 from selfspec.formats.format import Format
@@ -92,6 +92,9 @@ class FromFolder(Drafter):
     def weights(self) -> dict[str, Tensor]:
         """Read the weights by their common names."""
         return {self.common_name(name): weight for name, weight in HeadFolder.at(self.source).tensors().items()}
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        return OwnBytes(weight_bytes(self._shapes, model, self.weight_format))
 
     @property
     def spelling(self) -> str:
@@ -231,8 +234,10 @@ def assembled(
 ) -> Head:
     """Fill layers and fusion of a head, and give it its embeddings, output layer and tokens, or else the model's."""
     embed = model.get_input_embeddings()
-    given = weights.get("embed_tokens.weight")
-    if given is not None and not _is_equal(given, weight_of(embed)):
+    given, own = weights.get("embed_tokens.weight"), weight_of(embed)
+    if given is not None and (
+        given.shape != own.shape or own.is_meta or not torch.equal(given.to(own.dtype), own.detach().cpu())
+    ):
         embed = nn.Embedding.from_pretrained(given.to(model.device, model.dtype))
     for module in (fusion, inside_of(layers)):
         fill(module, weights, source)
@@ -242,11 +247,6 @@ def assembled(
     tokens = drafted_tokens(weights.get("d2t"), weights.get("t2d"), vocabulary_size(model), source)
     tokens = None if tokens is None else tokens.to(model.device)
     return Head(fusion, layers, find_adapter(layers), recycled, embed, tokens)
-
-
-def _is_equal(given: Tensor, own: Tensor) -> bool:
-    same = given.shape == own.shape and not own.is_meta
-    return same and torch.equal(given.to(own.dtype), own.detach().cpu())
 
 
 def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -89,7 +89,7 @@ def weight_bytes(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, fo
     return sum(_bytes_of(name, shape, model.dtype.itemsize, format) for name, shape in shapes.items())
 
 
-def bytes_read(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
+def step_bytes(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:
     """Count bytes that a step reads: the weights, as in `weight_bytes`, and the model's head if they have no head."""
     output = weight_of(model.get_output_embeddings()).shape
     return weight_bytes({"lm_head.weight": output, **shapes}, model, format)
@@ -145,7 +145,12 @@ def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedMode
     """Make a causal LM that is called with embeddings, on the meta device; `attention` None is the default kernel."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    _make_tables(model, config)
+    # Modules that hold only tables, which no file has, are replaced by modules with values.
+    for module in model.modules():
+        for name, child in module.named_children():
+            if not list(child.parameters()) and any(buffer.is_meta for buffer in child.buffers()):
+                kind: Any = type(child)
+                setattr(module, name, kind(config=config))
     inside_of(model).embed_tokens = nn.Identity()
     return model.eval()
 
@@ -153,15 +158,6 @@ def causal_lm(config: PreTrainedConfig, attention: str | None) -> PreTrainedMode
 def inside_of(layers: PreTrainedModel) -> Any:
     """Return the part of a causal LM that holds its layers and its final norm."""
     return layers.get_submodule(find_adapter(layers).base(layers))
-
-
-def _make_tables(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Replace modules that hold only tables, which no file has, by modules with values."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if not list(child.parameters()) and any(buffer.is_meta for buffer in child.buffers()):
-                kind: Any = type(child)
-                setattr(module, name, kind(config=config))
 
 
 def text_alone(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -21,9 +21,9 @@ from selfspec.draft.heads.folder import FromFolder, assembled, linear_layers
 from selfspec.draft.heads.head import Fusion, Head, causal_lm, check_for_head, one_layer_config, weight_bytes
 from selfspec.draft.heads.pairs import HeadDrafter, PairProposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import Read, share_of
+from selfspec.draft.tree_growth import Read
 from selfspec.model.identity import vocabulary_size
-from selfspec.model.sizes import cache_bytes_of_token
+from selfspec.model.sizes import bytes_read, cache_bytes_of_token
 
 # The published spelling.
 _PREFIX = "prefix_embeding_layer."
@@ -53,7 +53,7 @@ class Hydra(FromFolder, HeadDrafter):
             raise self.foreign(f"its heads are {list(head)}, and this model needs {[vocabulary, hidden]}")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
+        return self.own_bytes(model).weights // _count(self._shapes) / bytes_read(model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         read = {name: shape for name, shape in self._shapes.items() if name != f"{_PREFIX}embed_tokens.weight"}

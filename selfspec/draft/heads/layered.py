@@ -11,13 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.draft.heads.folder import FromFolder
-from selfspec.draft.heads.head import bytes_read, check_for_head, layer_config, weight_bytes
+from selfspec.draft.heads.head import check_for_head, layer_config, step_bytes, weight_bytes
 from selfspec.draft.heads.pairs import HeadDrafter
-from selfspec.draft.tree_growth import share_of
 from selfspec.errors import HeadError
 from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.sizes import cache_bytes_of_token
+from selfspec.model.sizes import bytes_read, cache_bytes_of_token
 
 # Tables beside the weights.
 _TABLES = ("d2t", "t2d", "mask_hidden")
@@ -47,7 +46,7 @@ class LayersFromFolder(FromFolder, HeadDrafter):
         """Number of draft tokens for which a draft step reads the weights once."""
         return 1
 
-    def points(self, depth: int) -> tuple[Point, ...]:
+    def features(self, depth: int) -> tuple[Point, ...]:
         chosen = self._config.points or (2, depth // 2, depth - 3)
         # The input of the layer after the last one is the output of the last.
         return tuple(self._config.end if point == depth else point for point in chosen)
@@ -92,13 +91,13 @@ class LayersFromFolder(FromFolder, HeadDrafter):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         read = self._without("embed_tokens.weight", *_TABLES)
-        return share_of(bytes_read(read, model, self.weight_format), model, adapter) / self.levels
+        return step_bytes(read, model, self.weight_format) / bytes_read(model, adapter) / self.levels
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         # Embeddings are kept if they differ from the model's; the shapes do not tell, so they count.
         kept, format = self._without(*_TABLES), self.weight_format
         # In a format there is a copy of the model's head as well.
-        size = weight_bytes(kept, model, None) if format is None else bytes_read(kept, model, format)
+        size = weight_bytes(kept, model, None) if format is None else step_bytes(kept, model, format)
         token = cache_bytes_of_token(self.layers_config(), model.dtype)
         return OwnBytes(size, token, token * self.block)
 

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft
-from selfspec.draft.drafter import OwnBytes, drafter
+from selfspec.draft.drafter import drafter
 from selfspec.draft.heads.folder import FromFolder, linear_layers
-from selfspec.draft.heads.head import check_for_head, weight_bytes
+from selfspec.draft.heads.head import check_for_head
 from selfspec.draft.rows_view import RowsView, made_once
-from selfspec.draft.tree_growth import KeepingProposer, Read, of_levels, share_of
+from selfspec.draft.tree_growth import KeepingProposer, Read, of_levels
 from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
+from selfspec.model.sizes import bytes_read
 from selfspec.runtime.runtime import with_kernels
 
 
@@ -57,10 +58,7 @@ class Medusa(FromFolder):
                 raise self.foreign(f"its weight {name} is {list(shape)}, and this model needs {[wanted, hidden]}")
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        return share_of(self.own_bytes(model).weights // _count(self._shapes), model, adapter)
-
-    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        return OwnBytes(weight_bytes(self._shapes, model, self.weight_format))
+        return self.own_bytes(model).weights // _count(self._shapes) / bytes_read(model, adapter)
 
     def begin(self, rows: RowsView) -> MedusaProposer:
         blocks = [_blocks(self._shapes, number) for number in range(_count(self._shapes))]

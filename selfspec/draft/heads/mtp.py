@@ -21,14 +21,13 @@ from selfspec.draft.heads.folder import SCALE, HeadFolder, check_layout, dequant
 from selfspec.draft.heads.head import Fusion, Head, check_for_head, one_layer_config, text_alone, weight_bytes
 from selfspec.draft.heads.pairs import HeadDrafter, PairProposer
 from selfspec.draft.rows_view import RowsView
-from selfspec.draft.tree_growth import share_of
 from selfspec.errors import CheckpointError, HeadError
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import load_model
 from selfspec.model.gated_view import Point
 from selfspec.model.identity import weight_of
 from selfspec.model.registry import find_adapter, mtp_layout
-from selfspec.model.sizes import cache_bytes_of_token
+from selfspec.model.sizes import bytes_read, cache_bytes_of_token
 
 
 class MtpFusion(Fusion):
@@ -153,7 +152,7 @@ class MultiTokenPrediction(HeadDrafter):
         modules = self._modules(model)
         # A draft step reads one of them, and a head, which may be its own.
         size = self._bytes(modules, model) // len(modules) + self._head_bytes(model)
-        return share_of(size, model, adapter)
+        return size / bytes_read(model, adapter)
 
     def saved_from(self, model: PreTrainedModel) -> Drafter:
         # `transformers` saves the model without its modules.

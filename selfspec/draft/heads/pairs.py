@@ -45,13 +45,12 @@ class HeadDrafter(Drafter):
         """Number of tokens that each of its drafts reads behind the last committed one; 0: the budget decides."""
         return 0
 
-    def points(self, depth: int) -> tuple[Point, ...]:
-        """Return the points of a target of `depth` layers whose states it reads, in the order of `Fusion.state`."""
+    def features(self, depth: int) -> tuple[Point, ...]:
         return ("normed",)
 
     def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
-        """Return these points for one model; by default they do not depend on it."""
-        return self.points(depth)
+        """Return those of `features` that it reads of one model, in the order of `Fusion.state`; by default all."""
+        return self.features(depth)
 
     @abstractmethod
     def heads(self, model: PreTrainedModel) -> Sequence[Head]:
@@ -64,9 +63,6 @@ class HeadDrafter(Drafter):
             return heads
         substitutes = Substitutes(f"layers.{plain_head(heads[0].layers)}")
         return [head.packed(self.weight_format, substitutes) for head in heads]
-
-    def features(self, depth: int) -> tuple[Point, ...]:
-        return tuple(dict.fromkeys(self.points(depth)))
 
     def begin(self, rows: RowsView) -> PairProposer:
         check_text(rows, "a draft head")

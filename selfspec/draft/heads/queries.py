@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
-from selfspec.draft.drafter import Drafter, OwnBytes, drafter
+from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.heads.folder import FromFolder, HeadFolder
-from selfspec.draft.heads.head import bytes_read, check_for_head, weight_bytes
+from selfspec.draft.heads.head import check_for_head, step_bytes
 from selfspec.draft.rows_view import RowsView, made_once
-from selfspec.draft.tree_growth import KeepingProposer, Read, share_of
+from selfspec.draft.tree_growth import KeepingProposer, Read
 from selfspec.errors import HeadError
 from selfspec.formats.format import Format
 from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
+from selfspec.model.sizes import bytes_read
 
 
 @drafter(
@@ -64,10 +65,7 @@ class QueriesAssistant(FromFolder):
             raise self.foreign(said + (f", and no keys of {min(lacks)} layers to share" if lacks else ""))
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
-        return share_of(bytes_read(self._shapes, model, None), model, adapter)
-
-    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        return OwnBytes(weight_bytes(self._shapes, model, None))
+        return step_bytes(self._shapes, model, None) / bytes_read(model, adapter)
 
     def begin(self, rows: RowsView) -> QueriesProposer:
         return QueriesProposer(rows.size, made_once(rows, self, self._assistant))

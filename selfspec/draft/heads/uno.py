@@ -22,13 +22,14 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, OwnBytes, drafter
 from selfspec.draft.heads.folder import FromFolder, linear_layers
-from selfspec.draft.heads.head import check_for_head, weight_bytes
+from selfspec.draft.heads.head import check_for_head
 from selfspec.draft.rows_view import RowsView, made_once
-from selfspec.draft.tree_growth import KeepingProposer, Read, committed_places, grow, share_of
+from selfspec.draft.tree_growth import KeepingProposer, Read, committed_places, grow
 from selfspec.errors import HeadError, UnsupportedModelError
 from selfspec.model.gated_view import Features
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import Lora, LoraRows
+from selfspec.model.sizes import bytes_read
 from selfspec.runtime.request import Behind, PassRequest, PassResult
 from selfspec.runtime.runtime import with_kernels
 
@@ -102,11 +103,11 @@ class Uno(FromFolder):
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         # A draft step uses guesses of the pass before it; the LoRA is read together with the target's weights.
-        return share_of(self.own_bytes(model).weights // _USUAL, model, adapter)
+        return self.own_bytes(model).weights // _USUAL / bytes_read(model, adapter)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         guesses = self._depth * vocabulary_size(model) * model.dtype.itemsize
-        return OwnBytes(weight_bytes(self._shapes, model, self.weight_format), row=guesses)
+        return super().own_bytes(model) + OwnBytes(row=guesses)
 
     def begin(self, rows: RowsView) -> UnoProposer:
         return UnoProposer(rows.size, made_once(rows, self, self._lora), self._depth, self._ids(rows.runner.model))

@@ -64,9 +64,7 @@ class MtpLesson(HeadLesson):
     model: MtpModule
 
     def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, seed: int) -> None:
-        super().__init__(
-            base, recipe, text, MultiTokenPrediction().points(len(find_adapter(base).decoder_layers(base)))
-        )
+        super().__init__(base, recipe, text, ("normed",))
         self.model = MtpModule(base).to(base.device)
 
     @classmethod
