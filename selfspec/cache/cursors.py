@@ -121,10 +121,6 @@ class Cursors:
         """Round room up to whole buckets of slots, so that passes over caches of many lengths have one shape."""
         return -(-(room + self.slack) // self.bucket) * self.bucket - self.slack
 
-    def hold(self, rows: int, committed: int) -> None:
-        """Set the storage to `rows` rows of `committed` tokens each."""
-        self.held, self.room = rows, min(committed, self.limit)
-
     def visible(self, width: int, first: int) -> int:
         """Return the number of slots, from the first, that a pass looks at."""
         needed = max(self.seq_lens) + first + 1 + width

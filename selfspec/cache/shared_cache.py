@@ -129,7 +129,7 @@ class SharedCache(Cache):
         """Allocate `rows` rows of `committed` tokens, and a draft after them. ValueError: present rows do not fit."""
         if rows < len(self.seq_lens) or min(committed, self.cursors.limit) < max(self.seq_lens):
             raise ValueError(f"{rows} rows of {committed} tokens do not hold rows of {list(self.seq_lens)}")
-        self.cursors.hold(rows, committed)
+        self.cursors.held, self.cursors.room = rows, min(committed, self.cursors.limit)
         for layer in self._slotted:
             layer.hold()
 

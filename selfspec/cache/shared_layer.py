@@ -344,7 +344,11 @@ class RecurrentLayer(LinearAttentionLayer):
         if (self.settled or self._after) and any(node is not None for node in nodes):
             # A row that has read nothing has a state of zeros.
             before = self.settled or mapped(next(iter(self._after.values())), torch.zeros_like)
-            self.settled = _rows_of([before if node is None else self._after[node] for node in nodes])
+            found = [before if node is None else self._after[node] for node in nodes]
+            self.settled = found[0]
+            if any(snapshot is not found[0] for snapshot in found):
+                rows = list(enumerate(found))
+                self.settled = {place: torch.stack([each[place][row] for row, each in rows]) for place in before}
         self._after = {}
 
     def narrow_states(self, rows: Sequence[int]) -> None:
@@ -364,12 +368,3 @@ class RecurrentLayer(LinearAttentionLayer):
     def reset(self) -> None:
         super().reset()
         self.settled, self._after = {}, {}
-
-
-def _rows_of(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Take each row's state from the snapshot given for it."""
-    first = snapshots[0]
-    if all(snapshot is first for snapshot in snapshots):
-        return first
-    rows = list(enumerate(snapshots))
-    return {place: torch.stack([each[place][row] for row, each in rows]) for place in first}

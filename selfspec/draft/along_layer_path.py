@@ -114,11 +114,7 @@ class LayerPathProposer(GrowingProposer):
 
     def __init__(self, drafter: LayerPathDrafter, depth: int) -> None:
         super().__init__(drafter.chances)
-        self._path, self._head, self._early_exit = drafter.path(depth), drafter.head, drafter.early_exit(depth)
-
-    @property
-    def early_exit(self) -> Exit | None:
-        return self._early_exit
+        self._path, self._head, self.early_exit = drafter.path(depth), drafter.head, drafter.early_exit(depth)
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         if not rows.controller.tries(MODEL):

@@ -124,9 +124,7 @@ class Assistant(Drafter):
             runner.cache.source = Source(read.outputs, read.mask)
         elif read is not None:
             runner.cache.source = source_by(self.model, read)
-        its = {weight.data_ptr() for weight in rows.runner.model.parameters()}
-        weights = sum(weight.nbytes for weight in self.model.parameters() if weight.data_ptr() not in its)
-        return AssistantProposer(rows, runner, weights, context_of(self.model.config.get_text_config(decoder=True)))
+        return AssistantProposer(rows, runner, self.model, context_of(self.model.config.get_text_config(decoder=True)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__ if self.source is None else repr(self.source)})"
@@ -157,8 +155,8 @@ class AssistantProposer(ModelProposer):
     with -inf.
     """
 
-    def __init__(self, rows: RowsView, runner: ModelRunner, weights: int, context: int | None = None) -> None:
-        super().__init__(rows, runner, weights)
+    def __init__(self, rows: RowsView, runner: ModelRunner, model: nn.Module, context: int | None = None) -> None:
+        super().__init__(rows, runner, [model])
         self._path, self._context = LayerPath.full(runner.depth), context
         # Tokens of the draft's nodes read so far, `[rows, nodes]` each; None: the last committed token is not read yet.
         self._drafted: list[HostCopy] | None = None

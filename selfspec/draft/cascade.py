@@ -82,6 +82,7 @@ class CascadeProposer(Proposer):
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.parts = parts
+        self.early_exit = next((part.early_exit for part in parts if part.early_exit is not None), None)
         # Where rows are apart: gains by row and source, and the source of each row's last draft.
         self._gains: defaultdict[tuple[int, int], Gain] = defaultdict(Gain)
         self._served: dict[int, int] = {}
@@ -110,20 +111,16 @@ class CascadeProposer(Proposer):
         if found is None or last:
             found = source.propose(rows, budget)
         elif found.length:
-            found = self._where_preferred(rows, found, place)
+            behind = range(place + 1, len(self.parts))
+            lengths = tuple(
+                length if self._gains[row, place].promises_more(self._gains[row, later] for later in behind) else 0
+                for row, length in zip(rows.running, lengths_of(rows, found), strict=True)
+            )
+            found = replace(found, row_lengths=lengths) if any(lengths) else rows.no_draft()
         for row, length in zip(rows.running, lengths_of(rows, found), strict=True):
             if length:
                 self._served.setdefault(row, place)
         return found if last else filled_up(rows, found, budget, lambda rest: self._apart(rows, rest, place + 1))
-
-    def _where_preferred(self, rows: RowsView, found: Draft, place: int) -> Draft:
-        def prefers(row: int) -> bool:
-            behind = (self._gains[row, later] for later in range(place + 1, len(self.parts)))
-            return self._gains[row, place].promises_more(behind)
-
-        each = zip(rows.running, lengths_of(rows, found), strict=True)
-        lengths = tuple(length if prefers(row) else 0 for row, length in each)
-        return replace(found, row_lengths=lengths) if any(lengths) else rows.no_draft()
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         super().learn(rows, draft, target, verdict)

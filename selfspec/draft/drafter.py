@@ -189,11 +189,13 @@ class Proposer(ABC):
         matches: match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`.
         parts: the proposers that it joins, in order; by default every call is passed on to them.
         row_states: what it keeps of each row, by the row's number; by default nothing.
+        early_exit: the exit between two layers where the draft leaves the network with nothing skipped, or None.
     """
 
     matches: ClassVar[tuple[int, ...]] = (MODEL,)
     parts: Sequence[Proposer] = ()
     row_states: Sequence[Any] = ()
+    early_exit: Exit | None = None
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
@@ -250,11 +252,6 @@ class Proposer(ABC):
         """
         for part in self.parts:
             part.learn(rows, draft, target, verdict)
-
-    @property
-    def early_exit(self) -> Exit | None:
-        """The exit between two layers where the draft leaves the network with nothing skipped, or None."""
-        return next((part.early_exit for part in self.parts if part.early_exit is not None), None)
 
     @property
     def nbytes(self) -> int:

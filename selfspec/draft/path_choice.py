@@ -116,7 +116,7 @@ class ChosenPathProposer(LayerPathProposer):
         self._rounds, self._due, self._gap, self._added = 0, 0, 1, False
         self._exchanges = 0
         # Which exit it leaves by may change.
-        self._early_exit = None
+        self.early_exit = None
 
     def _unknown(self, path: LayerPathDrafter) -> Worth:
         return Worth(path.cost(self._model, self._adapter))

@@ -66,8 +66,10 @@ class Suffixes(Drafter):
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
-        if self._opened is not None:
-            self._opened.check(Vocabulary.of(model))
+        if self._opened is not None and not self._opened.about.vocabulary.is_same(Vocabulary.of(model)):
+            raise DraftConfigError(
+                f"{self.corpus} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
+            )
 
     def begin(self, rows: RowsView) -> SuffixProposer:
         memory = remembered(rows, self, partial(TextMemory, self.most_bytes))
@@ -100,16 +102,12 @@ class SuffixProposer(MergingProposer, TextProposer):
             if found.ended:
                 self._memory.add([*rows.text(row), *found.tokens])
 
-    @property
-    def _earlier(self) -> Tokens:
-        return self._at_first if self.rows_apart else self._memory.tokens
-
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
-        own = self.text_of(rows, row)
+        own, earlier = self.text_of(rows, row), self._at_first if self.rows_apart else self._memory.tokens
         context: list[int] = own[-LONGEST:].tolist()
         # A loop that reaches the end of the text continues with its beginning.
         found = [_Found(own, places_in(own, context, LONGEST), goes_round=True)]
-        found.append(_Found(self._earlier, places_in(self._earlier, context, LONGEST)))
+        found.append(_Found(earlier, places_in(earlier, context, LONGEST)))
         if self._corpus is not None:
             found.append(_Found(self._corpus.tokens, self._corpus.places(context, LONGEST)))
         longest = max(len(each.places) for each in found)
@@ -211,13 +209,6 @@ class CorpusFile(DescribedTensors[AboutCorpus]):
         if not within or len(ends) != len(tokens):
             raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
         self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
-
-    def check(self, vocabulary: Vocabulary) -> None:
-        """Refuse a model with other tokens by a DraftConfigError."""
-        if not self.about.vocabulary.is_same(vocabulary):
-            raise DraftConfigError(
-                f"{self.source} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
-            )
 
 
 def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:

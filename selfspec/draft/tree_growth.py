@@ -52,11 +52,15 @@ class GrowingProposer(Proposer):
 
 
 class ModelProposer(GrowingProposer):
-    """Grows drafts with a model over a cache of its own, which reads the committed text; `weights` is in bytes."""
+    """Grows drafts with a model of some `modules` over a cache of its own, which reads the committed text."""
 
-    def __init__(self, rows: RowsView, runner: ModelRunner, weights: int) -> None:
+    def __init__(self, rows: RowsView, runner: ModelRunner, modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._runner, self._cache, self._weights = runner, runner.cache, weights
+        self._runner, self._cache = runner, runner.cache
+        # Bytes of the weights that they do not share with the target.
+        its = {weight.data_ptr() for weight in rows.runner.model.parameters()}
+        own = {weight.data_ptr(): weight.nbytes for module in modules for weight in module.parameters()}
+        self._weights = sum(nbytes for place, nbytes in own.items() if place not in its)
         self._rows, self._vocabulary = list(rows.running), rows.runner.vocabulary
         self._tree = Tree.chain(0)
 

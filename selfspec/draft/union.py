@@ -86,7 +86,13 @@ class MergingProposer(FreeProposer):
         """Propose a tree; none if no unfinished row has an offer, or no tree would pay."""
         self.offered = self.offers(rows, budget)
         if self.rows_apart:
-            self.proposed = self._chains(rows, budget)
+            found = [
+                likeliest_path(self.trust(row).reach(offers), rows.budget_of(row, budget).depth)
+                if row in rows.unfinished
+                else ()
+                for row, offers in zip(rows.running, self.offered, strict=True)
+            ]
+            self.proposed = chains(rows, found, match_length=2)
             return self.proposed
 
         def promise(nodes: int, committed: float) -> float:
@@ -95,12 +101,12 @@ class MergingProposer(FreeProposer):
         each = zip(rows.running, self.offered, strict=True)
         going = [(row, offers) for row, offers in each if row in rows.unfinished]
         reach = [self.trust(row).reach(offers) for row, offers in going]
-        found = merged(reach, budget, promise, branches=not rows.chains_only)
-        if not found.parents:
+        tree = merged(reach, budget, promise, branches=not rows.chains_only)
+        if not tree.parents:
             return rows.no_draft()
         # The row with the shortest match limits the batch. A match of 1 is a recycled candidate.
         least = min(max((offer.kind for offer in offers), default=0) for _, offers in going)
-        self.proposed = Draft(filled(rows, found), Tree(found.parents), match_length=max(least, 2))
+        self.proposed = Draft(filled(rows, tree), Tree(tree.parents), match_length=max(least, 2))
         return self.proposed
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
@@ -115,21 +121,13 @@ class MergingProposer(FreeProposer):
                 found, tree = verdict.rows[row], Tree.chain(length) if self.rows_apart else draft.tree
                 self.trust(row).count(offers, Outcome(tree, found.drafted, found.path[:length]))
 
-    def _chains(self, rows: RowsView, budget: Budget) -> Draft:
-        found = [
-            likeliest_path(self.trust(row).reach(offers), rows.budget_of(row, budget).depth)
-            if row in rows.unfinished
-            else ()
-            for row, offers in zip(rows.running, self.offered, strict=True)
-        ]
-        return chains(rows, found, match_length=2)
-
 
 class UnionProposer(Proposer):
     """Puts the offers of sources without a model beside the draft of a source with a model."""
 
     def __init__(self, free: MergingProposer, drawn: Proposer) -> None:
         self.parts = self._free, self._drawn = free, drawn
+        self.early_exit = drawn.early_exit
         # Mean number of tokens that recent rounds with the model's draft committed.
         self._length = _COMMITS
         # The model's last draft with offers beside it, and how many of its nodes are the model's.
@@ -291,15 +289,11 @@ def merged(
     sizes = [size for size in sizes_within(most.nodes) if size <= len(chosen)]
     taken = chosen[: max(sizes, key=lambda size: promise(size, sum(reached[place] for place in chosen[:size])))]
     first = len(drawn[0])
-    numbers = {(): -1} | {_place_of(node): node for node in range(first)}
+    # Nodes that a draft has already have places below 0, where no rank is.
+    numbers: dict[TokenPath, int] = {(): -1} | {(-1 - node,): node for node in range(first)}
     numbers |= {place: number for number, place in enumerate(taken, first)}
     tokens = [[row[place][-1] if place in row else None for place in taken] for row in ranked]
     return Merged(tuple(numbers[place[:-1]] for place in taken), tokens)
-
-
-def _place_of(node: int) -> TokenPath:
-    """Return the place of a node that a draft has already: below 0, where no rank is."""
-    return (-1 - node,)
 
 
 def _by_rank(
@@ -307,7 +301,7 @@ def _by_rank(
 ) -> dict[TokenPath, TokenPath]:
     """Return a row's likeliest paths, by the ranks of their tokens among siblings."""
     likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
-    ranks: dict[TokenPath, TokenPath] = {(): ()} | {path: _place_of(node) for path, node in drawn.items()}
+    ranks: dict[TokenPath, TokenPath] = {(): ()} | {path: (-1 - node,) for path, node in drawn.items()}
     children: dict[TokenPath, int] = {}
     found: dict[TokenPath, TokenPath] = {}
     for path in likeliest:

@@ -90,7 +90,8 @@ def learnt(
     for _ in range(6):
         trial = draft.trial(list(proposer.family), tiny.DEPTH, rows)
         known = torch.tensor(chances)
-        behind = known[..., :1].expand(*known.shape[:-1], trial.columns - known.shape[-1])
+        columns = 1 + draft.looked_for + len(proposer.family)
+        behind = known[..., :1].expand(*known.shape[:-1], columns - known.shape[-1])
         tried = Tried(torch.cat([known, behind], -1), None if choices is None else torch.tensor(choices))
         proposed = Draft(tokens, Tree.chain(2), steps=2, behind=trial)
         proposer.learn(rows, proposed, PassResult(tokens, behind=tried), verdict(paths))

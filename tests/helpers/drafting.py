@@ -20,7 +20,7 @@ from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Budget, Draft, Drafter, Proposer, RowsView, Stateless
 from selfspec.draft.draft import Offer, RowVerdict, TokenPath
-from selfspec.draft.drafter import Exit, FreeProposer
+from selfspec.draft.drafter import FreeProposer
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -175,10 +175,7 @@ class Altered(Drafter):
 class _Altered(Proposer):
     def __init__(self, inner: Proposer, alter: Altering) -> None:
         self._inner, self._alter = inner, alter
-
-    @property
-    def early_exit(self) -> Exit | None:
-        return self._inner.early_exit
+        self.early_exit = inner.early_exit
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         return self._alter(self._inner.propose, rows, budget)

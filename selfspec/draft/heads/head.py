@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -74,14 +74,6 @@ def check_for_head(model: PreTrainedModel, what: str, format: Format | None) -> 
             f"there are no kernels for {what} in {format.bits} bits on {model.device.type}; leave {format.name}+ out, "
             "or use cpu or cuda"
         )
-
-
-def own_bytes(heads: Iterable[Head], model: nn.Module) -> int:
-    """Count bytes of the heads' weights that they do not share with the target."""
-    its = {id(weight) for weight in model.parameters()}
-    modules = (module for head in heads for module in (head.fusion, head.layers))
-    own = {id(weight): weight.nbytes for module in modules for weight in module.parameters()}
-    return sum(size for key, size in own.items() if key not in its)
 
 
 def weight_bytes(shapes: Mapping[str, Sequence[int]], model: PreTrainedModel, format: Format | None) -> int:

@@ -97,7 +97,11 @@ class _Module:
         block[f"{place}.norm.weight"] = weights.get("norm.weight", torch.ones(width))
         # Neither is read: the model's own embeddings and head replace them.
         block[f"{place}.embed_tokens.weight"] = block["lm_head.weight"] = torch.zeros(1, width)
-        whole, kind = (config, None) if alone else (_with_text(model.config, config), text_alone(type(model)))
+        whole, kind = config, None
+        if not alone:
+            own = model.config.get_text_config(decoder=True)
+            whole, kind = copy.deepcopy(model.config), text_alone(type(model))
+            setattr(whole, next(name for name, part in vars(model.config).items() if part is own), config)
         try:
             layers = load_model(source, whole, model.dtype, block, kind).requires_grad_(False).eval()
         except CheckpointError as error:
@@ -254,13 +258,6 @@ def _layer_config(model: PreTrainedModel, layout: MtpLayout, module: int) -> Pre
     if differences:
         config.per_layer_config = {0: differences.get(own.layer_types.index(config.layer_types[0]), {})}
     return config
-
-
-def _with_text(config: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
-    name = next(name for name, part in vars(config).items() if part is config.get_text_config(decoder=True))
-    whole = copy.deepcopy(config)
-    setattr(whole, name, text)
-    return whole
 
 
 class ModuleProposer(PairProposer):

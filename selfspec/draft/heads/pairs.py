@@ -18,7 +18,7 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft, Verdict
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.heads.head import Head, own_bytes
+from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView, check_text, made_once
 from selfspec.draft.tree_growth import FeatureProposer, ModelProposer, Read, of_levels, own_runner
 from selfspec.formats.format import Format
@@ -82,7 +82,7 @@ class PairProposer(ModelProposer, FeatureProposer):
     def __init__(self, drafter: HeadDrafter, rows: RowsView, heads: Sequence[Head]) -> None:
         head, target = heads[0], rows.runner
         runner = own_runner(rows, head, head.layers, head.adapter, drafter.block)
-        super().__init__(rows, runner, own_bytes(heads, target.model))
+        super().__init__(rows, runner, [module for head in heads for module in (head.fusion, head.layers)])
         self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
         self._points = drafter.read_points(target.model, target.depth)
         self._path = LayerPath(runner.depth, copy=head.copy)
