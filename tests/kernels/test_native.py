@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -229,20 +230,13 @@ def test_generation_runs_on_them(draft: selfspec.drafts.Drafter | None, monkeypa
     model = tiny.llama().float()
     ids = tiny.prompt(9, 2)
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    asked: list[torch.dtype] = []
-
-    def noting(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def noted(states: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-            asked.append(weight.dtype)
-            return stock(states, weight, *others)
-
-        return noted
-
-    for product in (native.few_rows, native.few_rows_in_four_bits):
-        monkeypatch.setattr(native, product.__name__, noting(product))
+    products = {name: mock.Mock(wraps=getattr(native, name)) for name in ("few_rows", "few_rows_in_four_bits")}
+    for name, product in products.items():
+        monkeypatch.setattr(native, name, product)
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.Eager())
     for _ in range(3):
         assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
+    asked = {call.args[1].dtype for product in products.values() for call in product.call_args_list}
     assert torch.float32 in asked
     assert (torch.int8 in asked) == (draft == selfspec.drafts.LowPrecision())
     assert (torch.uint8 in asked) == (draft == selfspec.drafts.LowPrecision(4))

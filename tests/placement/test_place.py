@@ -6,11 +6,11 @@ import copy
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from selfspec.model.identity import fingerprint
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import PlannedCheckpoint, place, plan_checkpoint
 from selfspec.placement.plan import SLOTS, shown_bytes
-from selfspec.placement.stored import ReadBuffer, StoredTensor, WeightFiles
+from selfspec.placement.stored import ReadBuffer, WeightFiles
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, FromHost, WeightSource
 from selfspec.runtime.graph_cache import GraphCache
@@ -183,24 +183,11 @@ def test_prompts_in_pieces_give_the_same_tokens(name: str, at_once: int) -> None
     spec = selfspec.wrap(MODELS[name](), draft="exit:2", draft_length=2)
     wanted = greedy(spec, 12)
     spec.limits = Limits(100, at_once)
-    widths: list[int] = []
-    with spied(widths):
+    with mock.patch.object(ModelRunner, "prefill", autospec=True, side_effect=ModelRunner.prefill) as prefill:
         assert torch.equal(greedy(spec, 12), wanted)
+    widths = [call.args[1].shape[1] for call in prefill.call_args_list]
     assert sum(widths) == PROMPTS.shape[1] - 1
     assert max(widths) <= max(at_once // 2, 1)
-
-
-@contextmanager
-def spied(widths: list[int]) -> Iterator[None]:
-    stock = ModelRunner.prefill
-
-    def prefill(runner: ModelRunner, tokens: torch.Tensor, *given: Any) -> Any:
-        widths.append(tokens.shape[1])
-        return stock(runner, tokens, *given)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ModelRunner, "prefill", prefill)
-        yield
 
 
 def test_what_the_budget_has_no_room_for_is_refused(tmp_path: Path) -> None:
@@ -351,20 +338,11 @@ def test_named_drafts_give_the_models_own_tokens_and_substitute_what_is_streamed
 
 
 @pytest.mark.parametrize("name", ["int4", "lookup+int4", "exit:1", "recycle"])
-def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(
-    spec: selfspec.SelfSpeculative, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    passes: list[int] = []
-    stock = ReadBuffer.read
-
-    def counted(buffer: ReadBuffer, files: WeightFiles, weight: StoredTensor) -> torch.Tensor:
-        passes.append(weight.nbytes)
-        return stock(buffer, files, weight)
-
-    monkeypatch.setattr(ReadBuffer, "read", counted)
-    output = spec.drafting(name, draft_length=4).generate(PROMPTS[:1], max_new_tokens=16, do_sample=False)
+def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(spec: selfspec.SelfSpeculative, name: str) -> None:
+    with mock.patch.object(ReadBuffer, "read", autospec=True, side_effect=ReadBuffer.read) as read:
+        output = spec.drafting(name, draft_length=4).generate(PROMPTS[:1], max_new_tokens=16, do_sample=False)
     # A pass over the prompt, one a round, and what is read ahead.
-    assert len(passes) <= (output.stats.rounds + 2) * 22
+    assert read.call_count <= (output.stats.rounds + 2) * 22
 
 
 @pytest.mark.parametrize(

@@ -120,25 +120,15 @@ def test_what_it_does_not_know_is_left_alone(module: nn.Module) -> None:
 def test_verification_computes_blocks_this_way_and_plain_decoding_of_a_row_does_not(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, draft: selfspec.drafts.Drafter | None
 ) -> None:
-    widths = _spied(monkeypatch)
+    product = mock.Mock(wraps=torch.mm)
+    monkeypatch.setattr("selfspec.runtime.few_rows.torch.mm", product)
     monkeypatch.setattr("selfspec.runtime.few_rows.torch.get_num_threads", lambda: 2)
     selfspec.wrap(llama, draft, draft_length=4).generate(tiny.prompt(12), max_new_tokens=9, do_sample=False)
+    # Columns of what is multiplied by a weight on the left.
+    widths = [call.args[1].shape[1] for call in product.call_args_list]
     assert bool(widths) == (draft is not None)
     # The last committed token and the draft are the most.
     assert draft is None or (min(widths) > 1 and max(widths) == 5)
-
-
-def _spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the number of columns of every product with the weight on the left."""
-    widths: list[int] = []
-    product = torch.mm
-
-    def spy(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        widths.append(right.shape[1])
-        return product(left, right)
-
-    monkeypatch.setattr("selfspec.runtime.few_rows.torch.mm", spy)
-    return widths
 
 
 class DoubledNorm(LlamaRMSNorm):

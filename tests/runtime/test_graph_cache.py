@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -267,20 +268,14 @@ def test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_n
 ) -> None:
     runtime = _BoundToLength(0)
     spec = wrapped(llama, runtime)
-    stock: list[int] = []
-    run_stock = ModelRunner._run_stock
-
-    def noted(self: ModelRunner, request: PassRequest) -> Any:
-        stock.append(request.width)
-        return run_stock(self, request)
-
-    monkeypatch.setattr(ModelRunner, "_run_stock", noted)
+    stock = mock.Mock(wraps=ModelRunner._run_stock)
+    monkeypatch.setattr(ModelRunner, "_run_stock", lambda *given: stock(*given))
     for prompt, runs in ((tiny.prompt(PROMPT), 6), (tiny.prompt(PROMPT, seed=1), 2), (tiny.prompt(PROMPT + 1), 1)):
         for _ in range(runs):
             assert_stock(spec, prompt, 2)
     # Three comparisons, and one over another number of slots, after which the pass was run once more.
     assert runtime.calls == [PROMPT + 1] * 8 + [PROMPT + 2]
-    assert len(stock) == 3 + 2
+    assert stock.call_count == 3 + 2
     assert "something else" in next(iter(spec.programs.refusals.values()))
 
 
