@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -220,21 +221,15 @@ def test_a_copy_follows_its_rows(bits: CacheBits) -> None:
 
 @torch.no_grad()
 def test_a_copy_is_made_once_of_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans: list[tuple[list[int], list[int]]] = []
-    inner = view._round_slots
-
-    def noting(exact: list[Tensor], parts: list[Tensor], begins: list[int], ends: list[int], bits: int) -> None:
-        spans.append((begins, ends))
-        inner(exact, parts, begins, ends, bits)
-
-    monkeypatch.setattr(view, "_round_slots", noting)
+    rounding = mock.Mock(wraps=view._round_slots)
+    monkeypatch.setattr(view, "_round_slots", rounding)
     rows = Rows(tiny.llama(), [6, 9])
     rows.drafted(8)
     rows.drafted(8)
     rows.runner.run(PassRequest(LayerPath.full(4), tiny.prompt(3, 2, seed=4)))
     rows.cache.commit([3, 1])
     rows.drafted(8)
-    assert spans == [([0, 0], [6, 9]), ([6, 9], [9, 10])]
+    assert [call.args[2:4] for call in rounding.call_args_list] == [([0, 0], [6, 9]), ([6, 9], [9, 10])]
 
 
 @torch.no_grad()
