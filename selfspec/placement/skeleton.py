@@ -24,7 +24,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class _Read:
-    """Reads a weight as it is stored in a file."""
+    """Reads a weight as it is stored in a file; `on_change` is called before a change in place is refused."""
 
     weight: StoredWeight
     files: WeightFiles
@@ -83,11 +83,6 @@ class DeferredTensor(Tensor):
         )
         made._step = step
         return made
-
-    @classmethod
-    def of(cls, weight: StoredWeight, files: WeightFiles, on_change: Callable[[], None]) -> DeferredTensor:
-        """Make a tensor for a weight in a file; `on_change` is called before a change in place is refused."""
-        return cls(_Read(weight, files, on_change), weight.like())
 
     @property
     def stored(self) -> StoredWeight | None:
@@ -272,7 +267,9 @@ def _loaded(
     while True:
         known = len(changed)
         tensors = {
-            key: weight.read(files) if key in changed else DeferredTensor.of(weight, files, partial(changed.add, key))
+            key: weight.read(files)
+            if key in changed
+            else DeferredTensor(_Read(weight, files, partial(changed.add, key)), weight.like())
             for key, weight in weights.items()
         }
         try:

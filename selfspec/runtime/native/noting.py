@@ -162,7 +162,8 @@ def gated(gate: str, states: Any, factor: Any) -> Any:
 def joined(graph: Graph) -> None:
     """Rewrite a graph in place, without what computes nothing in float32: copies, and changes of float dtypes."""
     for node in graph.nodes:
-        if node.target in _SAME or _changes_float(node):
+        changes_float = _is(node, aten._to_copy.default) and _is_float(node) and _is_float(node.args[0])
+        if node.target in _SAME or changes_float:
             node.replace_all_uses_with(node.args[0])
     for match in (_rotation, _norm, _weighted, _gate):
         for node in graph.nodes:
@@ -249,10 +250,6 @@ def _either_way(node: Any, target: Any) -> Sequence[tuple[Any, Any]]:
 
 def _is(node: Any, target: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
-
-
-def _changes_float(node: Any) -> bool:
-    return _is(node, aten._to_copy.default) and _is_float(node) and _is_float(node.args[0])
 
 
 def _is_float(node: Any) -> bool:
