@@ -124,7 +124,9 @@ class CostAwareController(Controller):
         # Always ask: each loss budget counts how often it is asked.
         at_once = self._at_once if match else self._model_at_once
         opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
-        return opens and (loss_budget.gains or self._paid <= may_lose(max(at_once, self._at_once), self._rounds))
+        # Together, all sources of drafts may lose no more plain steps than one source alone.
+        paid = sum(max(source.paid, 0.0) for source in self._gains.values())
+        return opens and (loss_budget.gains or paid <= may_lose(max(at_once, self._at_once), self._rounds))
 
     def round_cost(self, steps: int, nodes: int) -> float:
         return self._costs.of_round(steps, nodes)
@@ -197,11 +199,6 @@ class CostAwareController(Controller):
         )
         if not loss_budget.is_new and loss_budget.rate > self._costs.out_of_step:
             self._in_step = False
-
-    @property
-    def _paid(self) -> float:
-        """Plain steps lost by all sources of drafts; together they may lose no more than one source alone."""
-        return sum(max(loss_budget.paid, 0.0) for loss_budget in self._gains.values())
 
 
 def _values(confidences: Confidences | list[float]) -> list[float]:

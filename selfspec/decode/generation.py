@@ -90,7 +90,12 @@ class Generation(Iterator[Round]):
             seed = int(torch.randint(2**62, ()).item())
         ranks = ranks_of(target.model)
         if ranks is not None:
-            _check_no_clock(request)
+            if any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping.criteria):
+                # It would stop one process and leave the others waiting.
+                raise UnsupportedOptionError(
+                    "max_time is not supported where a model lies on several processes, whose clocks differ; bound the "
+                    "text by max_new_tokens"
+                )
             seed = ranks.of_first(seed)
         self.stats = Stats()
         self._request = request
@@ -212,15 +217,6 @@ def _past_to_fill(request: Request, cache: SharedCache) -> Cache | None:
             "for its states would be those of different lengths; pass one row at a time"
         )
     return request.past
-
-
-def _check_no_clock(request: Request) -> None:
-    """Refuse a time limit, which would stop one process of a model and leave its other processes waiting."""
-    if any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping.criteria):
-        raise UnsupportedOptionError(
-            "max_time is not supported where a model lies on several processes, whose clocks differ; bound the text by "
-            "max_new_tokens"
-        )
 
 
 @dataclass(frozen=True)
@@ -354,7 +350,8 @@ def generate_in_pieces(
             input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
         )
         request = prepared_request(asking, adapter, prepared)
-        parts.append(begin(request, None if seed is None else _seed(seed, len(parts))))
+        own_seed = None if seed is None else (seed + len(parts) * _APART + 2**63) % 2**64 - 2**63
+        parts.append(begin(request, own_seed))
         return parts[-1].answer()
 
     given = () if inputs is None else (inputs,)
@@ -376,10 +373,6 @@ def _set_apart(model: PreTrainedModel) -> PreTrainedModel:
         return view
 
     return cast(PreTrainedModel, apart(model))
-
-
-def _seed(seed: int, piece: int) -> int:
-    return (seed + piece * _APART + 2**63) % 2**64 - 2**63
 
 
 def _together(model: PreTrainedModel, result: Any, parts: list[Generation]) -> GenerateOutput:

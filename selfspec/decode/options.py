@@ -83,7 +83,7 @@ def check_keywords(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: Mapping[str, Any]
 ) -> None:
     """Refuse keywords that `transformers` would drop for a `custom_generate`, or reject without naming selfspec."""
-    fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS | _further_inputs(model)
+    fields = _defaults().keys() | _BESIDE_CONFIG | _MODEL_INPUTS | (forward_parameters(model) - _NO_INPUTS)
     if (options.get("guidance_scale") or getattr(generation_config, "guidance_scale", None)) is not None:
         fields |= {"negative_prompt_ids", "negative_prompt_attention_mask"}
     if options.get("use_cache") is False:
@@ -98,11 +98,6 @@ def check_keywords(
     cache = options.get("cache_implementation") or getattr(generation_config, "cache_implementation", None)
     if cache not in (None, _NOTHING_ELSE["cache_implementation"]):
         raise unsupported("cache_implementation", cache)
-
-
-def _further_inputs(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the model's inputs beside the prompt, such as images and outputs of tokenizers."""
-    return forward_parameters(model) - _NO_INPUTS
 
 
 @cache

@@ -215,9 +215,12 @@ class Stats:
         for part in parts:
             seconds.update(part.seconds)
         whole = cls(seconds=dict(seconds))
-        for names, merged in ((_SUMMED, sum), (_PER_DEPTH, _summed), (_MOST, max)):
+        for names, merged in ((_SUMMED, sum), (_MOST, max)):
             for name in names:
-                setattr(whole, name, merged([getattr(part, name) for part in parts]))
+                setattr(whole, name, merged(getattr(part, name) for part in parts))
+        for name in _PER_DEPTH:
+            counts = zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)
+            setattr(whole, name, [sum(at_depth) for at_depth in counts])
         return whole
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,10 +238,6 @@ class Stats:
 _SUMMED = ("rounds", "row_rounds", "new_tokens", "drafted", "overlap")
 _PER_DEPTH = ("judged_per_depth", "accepted_per_depth")
 _MOST = ("cache_bytes", "substitute_bytes", "draft_bytes")
-
-
-def _summed(counts: Sequence[list[int]]) -> list[int]:
-    return [sum(at_depth) for at_depth in zip_longest(*counts, fillvalue=0)]
 
 
 def _add(counts: list[int], positions: int, first: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,7 +99,11 @@ def read_config(name: str) -> PreTrainedConfig:
     if folder is None:
         check_on_hub(name, CONFIG)
     else:
-        _check_config_files(folder)
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
+        for file in _JSON_FILES:
+            if (folder / file).is_file():
+                _read_json_object(folder / file)
     try:
         model_type = PreTrainedConfig.get_config_dict(_source(name))[0].get("model_type")
     except (OSError, ValueError) as error:
@@ -156,14 +160,20 @@ def load_model(
     }
     try:
         if tensors is None:
-            with _quiet_if_small(local_folder(name), config):
+            folder = local_folder(name)
+            files = [] if folder is None else weight_files(folder, config)
+            # Downloads and large folders keep their progress bar.
+            small = folder is not None and sum(file.stat().st_size for file in files) < _BAR_FROM_BYTES
+            with without_progress_bar() if small else nullcontext():
                 model, report = auto_class(config).from_pretrained(
                     _source(name), config=config, use_safetensors=True, trust_remote_code=False, **options
                 )
         else:
-            # For a composite configuration it may be the text model's own.
             if kind is None:
-                kind, config = _causal_kind(config)
+                with torch.device("meta"):
+                    empty = auto_class(config).from_config(copy.deepcopy(config))
+                # For a composite configuration it may be the text model's own.
+                kind, config = type(empty), config if type(empty.config) is type(config) else empty.config
             with without_progress_bar():
                 model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **options)
     except SelfSpecError:
@@ -174,13 +184,6 @@ def load_model(
     _check_complete(name, model, report)
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _causal_kind(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """Return the model class that a configuration describes, and the configuration that this class takes."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(copy.deepcopy(config))
-    return type(model), config if type(model.config) is type(config) else model.config
 
 
 def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
@@ -214,14 +217,6 @@ def local_folder(name: str) -> Path | None:
 def _source(name: str) -> str:
     """Return the name or path to give to `transformers`."""
     return str(local_folder(name) or name)
-
-
-def _check_config_files(folder: Path) -> None:
-    if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
-    for file in _JSON_FILES:
-        if (folder / file).is_file():
-            _read_json_object(folder / file)
 
 
 def _check_weights(files: Sequence[Path]) -> None:
@@ -319,12 +314,6 @@ def without_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _quiet_if_small(folder: Path | None, config: PreTrainedConfig) -> AbstractContextManager[None]:
-    """Hide the progress bar while a small folder loads; downloads and large folders keep it."""
-    small = folder is not None and sum(file.stat().st_size for file in weight_files(folder, config)) < _BAR_FROM_BYTES
-    return without_progress_bar() if small else nullcontext()
 
 
 _SECONDS = 10.0

@@ -113,11 +113,6 @@ class LayerPath:
         return sublayer not in self.skipped and (self.start is None or sublayer >= self.start)
 
     @property
-    def exit_point(self) -> Sublayer | None:
-        """First sublayer that is left out; None: all run."""
-        return min(self.skipped, default=None)
-
-    @property
     def resume_point(self) -> Sublayer | None:
         """First sublayer that is left out or has substitutes: a full pass can resume there from this one's states.
 

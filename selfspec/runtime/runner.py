@@ -221,7 +221,7 @@ class ModelRunner:
             else:
                 rows = self.substitutes.of_rows(whole, path.copy, head.tokens)
         if head is not None:
-            end = path.exit_point
+            end = min(path.skipped, default=None)
             exit = None if end is None else ".".join([*self.adapter.path(model), str(end.layer)])
             parts |= head.parts(gated.module, model, exit, rows)
         gated.module = view_with_parts(gated.module, parts)
