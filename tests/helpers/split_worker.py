@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import selfspec
 from helpers import tiny
 from selfspec.control import FixedLength
+from selfspec.tools.export.exported import export_checkpoint
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.verification import verify
 
@@ -61,33 +62,20 @@ def answers(model: Any) -> dict[str, Any]:
 
 
 def refusals(model: Any) -> dict[str, str]:
-    def by_clock() -> object:
-        return selfspec.wrap(model, "exit:2").generate(tiny.prompt(5), **{**GREEDY, "max_time": 3.0})
-
-    def differently() -> object:
-        return selfspec.wrap(model, f"exit:{1 + torch.distributed.get_rank()}")
-
-    def few_rows() -> object:
-        return selfspec.wrap(model, selfspec.drafts.ReducedVocabulary(selfspec.drafts.EarlyExit(2), (1, 2, 3)))
-
-    def engine() -> object:
-        from selfspec.serve.engine import Engine
-
-        return Engine(selfspec.wrap(model, "exit:2"))
-
-    def export() -> object:
-        from selfspec.tools.export.exported import export_checkpoint
-
-        return export_checkpoint(model, None, selfspec.drafts.EarlyExit(2), "nowhere")
-
-    tried: list[Callable[[], object]] = [by_clock, differently, few_rows, engine, export]
-    said = {}
-    for attempt in tried:
+    draft, rank = selfspec.drafts.EarlyExit(2), torch.distributed.get_rank()
+    tried: dict[str, Callable[[], object]] = {
+        "by_clock": lambda: selfspec.wrap(model, draft).generate(tiny.prompt(5), **GREEDY, max_time=3.0),
+        "differently": lambda: selfspec.wrap(model, f"exit:{1 + rank}"),
+        "few_rows": lambda: selfspec.wrap(model, selfspec.drafts.ReducedVocabulary(draft, (1, 2, 3))),
+        "engine": lambda: selfspec.Engine(selfspec.wrap(model, draft)),
+        "export": lambda: export_checkpoint(model, None, draft, "nowhere"),
+    }
+    said = dict.fromkeys(tried, "")
+    for name, attempt in tried.items():
         try:
             attempt()
-            said[attempt.__name__] = ""
         except selfspec.errors.SelfSpecError as error:
-            said[attempt.__name__] = str(error)
+            said[name] = str(error)
     return said
 
 

@@ -142,34 +142,22 @@ def test_bias_and_penalties_change_the_text(server: Running) -> None:
     assert plain not in others
 
 
-def test_logprobs_are_the_models_own(server: Running) -> None:
-    choice = server.complete(prompt=PROMPTS[0], temperature=0, max_tokens=4, logprobs=2).body["choices"][0]
-    tokens = generated(server, PROMPTS[0], 4)
-    ids = server.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
-    whole = torch.cat([ids, torch.tensor([tokens])], 1)
-    scores = server.spec.model(whole).logits[0, ids.shape[1] - 1 : -1].float().log_softmax(-1)
-    expected = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+def test_logprobs_of_prompt_and_answer_are_the_models_own(server: Running) -> None:
+    reply = server.complete(prompt=PROMPTS[1], temperature=0, max_tokens=4, logprobs=2, echo=True)
+    choice = reply.body["choices"][0]
+    whole = torch.tensor([server.tokenizer(PROMPTS[1]).input_ids + generated(server, PROMPTS[1], 4)])
+    scores = server.spec.model(whole).logits[0, :-1].float().log_softmax(-1)
+    expected = scores.gather(1, whole[0, 1:, None])[:, 0].tolist()
     found = choice["logprobs"]
-    assert found["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-    assert "".join(found["tokens"]).endswith(choice["text"])
-    for top, own in zip(found["top_logprobs"], found["token_logprobs"], strict=True):
+    assert choice["text"].startswith(PROMPTS[1])
+    assert found["token_logprobs"][0] is None
+    assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == whole.shape[1]
+    for top, own in zip(found["top_logprobs"][-4:], found["token_logprobs"][-4:], strict=True):
         assert len(top) == 2
         assert max(top.values()) == own
     assert found["text_offset"][0] == 0
     assert found["text_offset"] == sorted(found["text_offset"])
-
-
-def test_echo_scores_the_prompt(server: Running) -> None:
-    ids = server.tokenizer(PROMPTS[1], return_tensors="pt").input_ids
-    reply = server.complete(prompt=PROMPTS[1], temperature=0, max_tokens=1, logprobs=1, echo=True)
-    choice = reply.body["choices"][0]
-    scores = server.spec.model(ids).logits[0, :-1].float().log_softmax(-1)
-    expected = scores.gather(1, ids[0, 1:, None])[:, 0].tolist()
-    found = choice["logprobs"]
-    assert choice["text"].startswith(PROMPTS[1])
-    assert found["token_logprobs"][0] is None
-    assert found["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
-    assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == ids.shape[1] + 1
     choice = server.complete(prompt=PROMPTS[1], max_tokens=0, echo=True, logprobs=0).body["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (PROMPTS[1], "length")
 
@@ -206,7 +194,8 @@ def test_every_token_stands_where_its_offset_says(server: Running, prompt: str, 
     assert "".join(found["tokens"][: len(ids)]) == (server.tokenizer.decode(ids) if as_ids else prompt)
     alone = server.complete(**body, logprobs=1, ignore_eos=True).body["choices"][0]
     assert text.endswith(alone["text"])
-    assert alone["logprobs"]["tokens"] == found["tokens"][len(ids) :]
+    for name in ("tokens", "token_logprobs"):
+        assert alone["logprobs"][name] == found[name][len(ids) :]
     events = server.complete(**body, logprobs=1, echo=True, ignore_eos=True, stream=True).events
     pieces = [event["choices"][0] for event in events]
     assert "".join(piece["text"] for piece in pieces) == text

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_what_can_never_fit_is_refused_with_the_remedy() -> None:
 
 def test_an_engine_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(selfspec.wrap(small()))
-    monkeypatch.setattr(engine._scheduler, "step", _broken)
+    monkeypatch.setattr(engine._scheduler, "step", Mock(side_effect=AssertionError("a bug")))
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     engine.start()
     ticket = engine.submit(request(0))
@@ -208,10 +209,6 @@ def test_an_engine_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineStoppedError, match="broke: a bug"):
         engine.submit(request(0))
     engine.stop()
-
-
-def _broken() -> None:
-    raise AssertionError("a bug")
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])

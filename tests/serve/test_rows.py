@@ -30,18 +30,16 @@ from selfspec.serve.logprobs import LogprobRecord, RowRecords
 from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
 
 
-class Banning(LogitsProcessor):
+class Spoiling(LogitsProcessor):
+    """Spoils the scores behind texts of six tokens and more."""
+
     stateless = True
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= 6 else scores
-
-
-class Misshapen(LogitsProcessor):
-    stateless = True
+    def __init__(self, spoil: Callable[[Tensor], Tensor]) -> None:
+        self._spoil = spoil
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores[:, :3] if input_ids.shape[1] >= 6 else scores
+        return self._spoil(scores) if input_ids.shape[1] >= 6 else scores
 
 
 class BreaksAtDrafts(LogitsProcessor):
@@ -86,7 +84,7 @@ def run_beside(
     [
         (lambda: Breaking(6, stateless=True), ArithmeticError),
         (lambda: Breaking(6, stateless=False), ArithmeticError),
-        (Misshapen, selfspec.errors.UnsupportedOptionError),
+        (lambda: Spoiling(lambda scores: scores[:, :3]), selfspec.errors.UnsupportedOptionError),
     ],
     ids=["stateless", "with memory", "misshapen"],
 )
@@ -108,7 +106,8 @@ def test_a_processor_that_fails(
 
 
 def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
-    sampling = SamplingParams(temperature=1.0, top_k=0, seed=1, processors=(Banning(),))
+    banning = Spoiling(lambda scores: torch.full_like(scores, -torch.inf))
+    sampling = SamplingParams(temperature=1.0, top_k=0, seed=1, processors=(banning,))
     seen = run_beside(small(), "exit:1", RowRequest(PROMPT, 12, sampling))
     assert isinstance(seen.end.error, RowError)
     assert "no token to choose" in str(seen.end.error)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_a_round_that_fails_ends_no_row_that_does_not_fail_alone(
     seen = [engine.submit(asked(3 + number, 6, number)) for number in range(4)]
     engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(engine._decoder, "round", _out_of_memory)
+        patched.setattr(engine._decoder, "round", Mock(side_effect=torch.OutOfMemoryError("no room on the device")))
         for _ in range(failures):
             engine.step()
     engine.run()
@@ -223,10 +224,6 @@ def test_a_round_that_fails_ends_no_row_that_does_not_fail_alone(
     for number in range(ended, 4):
         assert seen[number].tokens == alone(model, Asked(asked(3 + number, 6, number)))
     assert engine.scheduler.stats().cache_bytes == 0
-
-
-def _out_of_memory(_: object) -> None:
-    raise torch.OutOfMemoryError("no room on the device")
 
 
 def test_rows_that_stay_move_as_little_as_can_be() -> None:
@@ -447,12 +444,10 @@ def test_plain_rounds_come_first_and_often_enough_to_be_recorded() -> None:
 def test_rows_that_come_and_go_within_a_load_say_nothing_of_drafts() -> None:
     """A round of more rows takes longer, and is not compared with what the other kind took for fewer."""
     gate = LoadGate()
-    drafted = []
-    for number in range(3000):
-        rows = 33 + number // 150 % 2 * 31
-        drafts = gate.opens(rows)
-        gate.count(rows, drafts, rows * (3 if drafts else 1), rows * (3.5 if drafts else 1.0))
-        drafted.append(drafts)
+    drafted: list[bool] = []
+    for _ in range(10):
+        drafted += run(gate, 33, 150, lambda drafts: 33 * (3.5 if drafts else 1.0))
+        drafted += run(gate, 64, 150, lambda drafts: 64 * (3.5 if drafts else 1.0))
     assert sum(drafted[64:]) < 20
 
 
