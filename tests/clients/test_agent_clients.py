@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
-import torch
 from pydantic import BaseModel, Field
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers import tiny
 from helpers.http_server import NAME, Running, running
@@ -57,17 +55,8 @@ weather.__annotations__ = {"city": Literal["Bern", "Rome"], "return": str}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16_384,
-        eos_token_id=2,
-    )
-    with running(model=LlamaForCausalLM(config).double(), draft="lookup", template=BARE, api_key=KEY) as found:
+    model = tiny.llama(vocab_size=512, max_position_embeddings=16_384, eos_token_id=2)
+    with running(model=model, draft="lookup", template=BARE, api_key=KEY) as found:
         yield found
 
 

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import stock
 from selfspec.decode.group import Group
 from selfspec.decode.processors import LogitBias
 from selfspec.serve.cache_budget import CacheBudget
@@ -204,28 +205,25 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
     return Asked(RowRequest(prompt, new, sampling, eos, logprobs), tuple(made), breaks, arrives, cancelled)
 
 
-def _run(engine: Stepped, asked: list[Asked]) -> list[Seen]:
-    seen: dict[int, Seen] = {}
+def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> None:
+    """Every row is what it is alone, up to where it was cancelled or broke; nothing is left over."""
+    rows: dict[int, Seen] = {}
     for step in range(5000):
         for number, each in enumerate(asked):
             if each.arrives == step:
-                seen[number] = engine.submit(each.fresh())
-            if each.cancelled == step and number in seen:
-                seen[number].ticket.cancel()
-        if len(seen) == len(asked) and not engine.scheduler.busy:
+                rows[number] = engine.submit(each.fresh())
+            if each.cancelled == step and number in rows:
+                rows[number].ticket.cancel()
+        if len(rows) == len(asked) and not engine.scheduler.busy:
             break
         engine.step()
-    return [seen[number] for number in range(len(asked))]
-
-
-def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> None:
-    """Every row is what it is alone, up to where it was cancelled or broke; nothing is left over."""
-    rows = _run(engine, asked)
-    for each, seen in zip(asked, rows, strict=True):
+    for number, each in enumerate(asked):
+        seen = rows[number]
         end, expected = seen.end, alone(model, each)
+        stopped = bool(expected) and expected[-1] in (each.request.eos or ())
         assert (end.prompt_tokens, end.completion_tokens) == (len(each.request.input_ids), len(seen.tokens))
         assert end.accepted <= end.drafted
-        broke = each.breaks is not None and len(expected) == each.breaks and _goes_on(each, expected)
+        broke = len(expected) == each.breaks and len(expected) < each.request.max_new_tokens and not stopped
         if end.reason == "cancelled":
             assert each.cancelled is not None
             assert seen.tokens == expected[: len(seen.tokens)]
@@ -238,7 +236,6 @@ def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> No
         else:
             assert not broke
             assert seen.tokens == expected
-            stopped = bool(expected) and expected[-1] in (each.request.eos or ())
             assert end.reason == ("stop" if stopped else "length")
         logprobs = [event.logprobs for event in seen.events if isinstance(event, Committed)]
         assert all((found is None) == (each.request.logprobs is None) for found in logprobs)
@@ -246,13 +243,7 @@ def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> No
     assert (stats.running, stats.prefilling, stats.waiting, stats.cache_bytes) == (0, 0, 0, 0)
     assert engine.most_bytes <= engine.budget.bound
     assert sum(stats.finished.values()) == len(asked)
-    assert stats.committed == sum(len(seen.tokens) for seen in rows)
-
-
-def _goes_on(asked: Asked, tokens: list[int]) -> bool:
-    """Whether a text of these new tokens would have another one."""
-    ended = bool(tokens) and tokens[-1] in (asked.request.eos or ())
-    return len(tokens) < asked.request.max_new_tokens and not ended
+    assert stats.committed == sum(len(seen.tokens) for seen in rows.values())
 
 
 def small(**options: Any) -> PreTrainedModel:
@@ -264,8 +255,6 @@ def assert_joining_rows_are_stock(spec: selfspec.SelfSpeculative, prompts: Seque
     engine, greedy = Stepped(spec, 4, 8), SamplingParams(temperature=0.0)
     seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
     engine.run()
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for number, (prompt, each) in enumerate(zip(prompts, seen, strict=True)):
         ids = torch.tensor([prompt], device=spec.model.device)
-        whole = spec.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3 + 2 * number, **options)
-        assert list(each.tokens) == whole[0, len(prompt) :].tolist()
+        assert [*prompt, *each.tokens] == stock(spec.model, ids, 3 + 2 * number)[0].tolist()

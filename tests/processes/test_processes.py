@@ -63,8 +63,7 @@ KINDS = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral"]
 
 
 def _model(kind: str) -> Any:
-    built = tiny.BUILDERS[kind]() if kind in tiny.BUILDERS else shrunken.shrunken(kind)
-    return built
+    return tiny.BUILDERS[kind]() if kind in tiny.BUILDERS else shrunken.shrunken(kind)
 
 
 @pytest.fixture(scope="module")

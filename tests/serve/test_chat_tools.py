@@ -34,10 +34,6 @@ def text_of(server: Running, messages: list[dict[str, Any]], tools: list[dict[st
     return str(server.tokenizer.decode(server.served.template.prompt(messages, tools)))
 
 
-def _arguments(deltas: list[dict[str, Any]]) -> str:
-    return "".join(each["function"]["arguments"] for each in deltas)
-
-
 def check_call(call: dict[str, Any]) -> None:
     assert call["type"] == "function"
     assert call["function"]["name"] == "weather"
@@ -68,7 +64,8 @@ def test_calls_in_a_stream(bare: Running) -> None:
     assert len(calls) > 3
     assert {call["index"] for call in calls} == {0}
     assert not any({"id", "type"} & call.keys() for call in calls[1:])
-    check_call({**calls[0], "function": {"name": calls[0]["function"]["name"], "arguments": _arguments(calls)}})
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    check_call({**calls[0], "function": {**calls[0]["function"], "arguments": arguments}})
     assert not any(each["delta"].get("content") for each in deltas)
     assert deltas[-1]["finish_reason"] == "tool_calls"
 

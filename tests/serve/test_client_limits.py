@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,11 +57,19 @@ def request(body: bytes) -> bytes:
     return POST + b"Content-Type: application/json\r\n" + of_length(body)
 
 
-def meanwhile(ask: Callable[[], Reply]) -> tuple[list[Reply], threading.Thread]:
-    replies: list[Reply] = []
-    thread = threading.Thread(target=lambda: replies.append(ask()))
-    thread.start()
-    return replies, thread
+Meanwhile = Callable[..., Future[Reply]]
+
+
+@contextmanager
+def several(server: Running, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as connections:
+        yield [connections.enter_context(opened(server)) for _ in range(count)]
+
+
+@pytest.fixture
+def meanwhile() -> Iterator[Meanwhile]:
+    with ThreadPoolExecutor() as threads:
+        yield threads.submit
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -121,8 +131,7 @@ def test_who_leaves_has_no_row(strict: Running, stream: bytes) -> None:
 
 
 def test_a_full_queue(strict: Running) -> None:
-    connections = [opened(strict) for _ in range(3)]
-    try:
+    with several(strict, 3) as connections:
         for count, connection in enumerate(connections):
             connection.sendall(request(BODY % b""))
             while unfinished(strict) <= count:
@@ -133,9 +142,6 @@ def test_a_full_queue(strict: Running) -> None:
         assert reply.body["error"]["type"] == "rate_limit_error"
         # Of several answers none is begun.
         assert strict.complete(n=2).status == 429
-    finally:
-        for connection in connections:
-            connection.close()
     strict.settled()
 
 
@@ -149,9 +155,9 @@ def test_the_time_of_a_request_is_bounded() -> None:
         server.settled()
 
 
-def test_stopping_finishes_what_runs_and_takes_nothing_new() -> None:
+def test_stopping_finishes_what_runs_and_takes_nothing_new(meanwhile: Meanwhile) -> None:
     with running() as server:
-        replies, thread = meanwhile(lambda: server.complete(max_tokens=80, temperature=0, ignore_eos=True))
+        reply = meanwhile(server.complete, max_tokens=80, temperature=0, ignore_eos=True)
         while not server.served.engine.stats().running:
             time.sleep(0.005)
         assert server.ask("/ready").body == {"status": "ready"}
@@ -159,9 +165,8 @@ def test_stopping_finishes_what_runs_and_takes_nothing_new() -> None:
         assert server.complete().status == 503
         assert server.ask("/ready").status == 503
         assert server.ask("/health").body == {"status": "ok"}
-    thread.join(30)
-    assert replies[0].status == 200
-    assert replies[0].body["usage"]["completion_tokens"] == 80
+    assert reply.result(30).status == 200
+    assert reply.result().body["usage"]["completion_tokens"] == 80
 
 
 class Watched:
@@ -208,15 +213,14 @@ def test_what_is_long_in_letters_and_short_in_tokens_is_taken(server: Running) -
     )
 
 
-def test_nobody_waits_behind_the_text_of_another(server: Running, watched: Watched) -> None:
-    replies, slow = meanwhile(lambda: server.complete(prompt="wait"))
+def test_nobody_waits_behind_the_text_of_another(server: Running, watched: Watched, meanwhile: Meanwhile) -> None:
+    reply = meanwhile(server.complete, prompt="wait")
     try:
         assert watched.waiting.wait(30)
         assert server.complete().status == 200
     finally:
         watched.go_on.set()
-        slow.join(30)
-    assert replies[0].status == 200
+    assert reply.result(30).status == 200
 
 
 # Each held up everybody for seconds, the first one for 66, or took hundreds of megabytes.
@@ -247,17 +251,17 @@ MANY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_bodies_of_many_things_keep_nobody_waiting(server: Running, name: str) -> None:
+def test_bodies_of_many_things_keep_nobody_waiting(server: Running, meanwhile: Meanwhile, name: str) -> None:
     path, fields = MANY[name]
     body = json.dumps({"model": NAME, **fields}).encode()
     before = metrics(server)["process_resident_memory_bytes"]
-    threads = [meanwhile(lambda: server.ask(path, body)) for _ in range(4)]
+    replies = [meanwhile(server.ask, path, body) for _ in range(4)]
     slowest = 0.0
-    while any(thread.is_alive() for _, thread in threads):
+    while not all(reply.done() for reply in replies):
         begun = time.monotonic()
         assert server.ask("/health").status == 200
         slowest = max(slowest, time.monotonic() - begun)
-    assert {replies[0].status for replies, _ in threads} == {400}
+    assert {reply.result().status for reply in replies} == {400}
     assert slowest < 2
     assert metrics(server)["process_resident_memory_bytes"] - before < 300 * 2**20
 
@@ -316,7 +320,7 @@ def test_what_grammars_need_is_loaded_before_requests_come(server: Running) -> N
 
 @pytest.mark.contract
 def test_a_grammar_that_takes_long_keeps_nobody_waiting_and_has_the_time_of_a_request(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+    server: Running, meanwhile: Meanwhile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("xgrammar")
     grammars = server.served.grammars
@@ -333,7 +337,7 @@ def test_a_grammar_that_takes_long_keeps_nobody_waiting_and_has_the_time_of_a_re
     monkeypatch.setattr(grammars, "compiled", slow)
     monkeypatch.setattr(server.served, "limits", ServerLimits(request_seconds=2))
     body = {"response_format": {"type": "regex", "pattern": "[a-z]{400}"}}
-    replies, first = meanwhile(lambda: server.complete(**body))
+    reply = meanwhile(server.complete, **body)
     try:
         assert begun.wait(30)
         short = server.complete(response_format={"type": "regex", "pattern": "yes|no"})
@@ -345,8 +349,7 @@ def test_a_grammar_that_takes_long_keeps_nobody_waiting_and_has_the_time_of_a_re
         while not queue.qsize():
             time.sleep(0.01)
         second.close()
-        first.join(30)
-        assert (replies[0].status, replies[0].body["error"]["code"]) == (408, "request_timeout")
+        assert (reply.result(30).status, reply.result().body["error"]["code"]) == (408, "request_timeout")
     finally:
         go_on.set()
     while queue.qsize():
@@ -354,8 +357,7 @@ def test_a_grammar_that_takes_long_keeps_nobody_waiting_and_has_the_time_of_a_re
 
 
 def test_idle_connections_make_room(crowded: Running) -> None:
-    idle = [opened(crowded) for _ in range(20)]
-    try:
+    with several(crowded, 20) as idle:
         assert crowded.ask("/health").status == 200
         assert crowded.complete().status == 200
         # The first ones were closed, the last were not.
@@ -363,14 +365,10 @@ def test_idle_connections_make_room(crowded: Running) -> None:
         assert idle[0].recv(1) == b""
         idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
         assert b"200" in idle[-1].recv(4096)
-    finally:
-        for each in idle:
-            each.close()
 
 
 def test_health_is_answered_while_too_many_requests_run(crowded: Running) -> None:
-    busy = [opened(crowded) for _ in range(8)]
-    try:
+    with several(crowded, 8) as busy:
         for each in busy:
             each.sendall(request(BODY % b', "stream": true'))
         for each in busy:
@@ -379,9 +377,6 @@ def test_health_is_answered_while_too_many_requests_run(crowded: Running) -> Non
         assert (reply.status, reply.body["error"]["code"]) == (503, "too_many_connections")
         assert reply.headers["retry-after"] == "1"
         assert crowded.ask("/health").status == 200
-    finally:
-        for each in busy:
-            each.close()
     crowded.settled()
 
 
@@ -481,10 +476,7 @@ def test_the_log_has_a_line_a_request_and_no_text_unless_asked(
 def test_a_failure_has_an_id_a_status_and_one_traceback(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(_: str) -> None:
-        raise RuntimeError("a planted failure")
-
-    monkeypatch.setattr(server.served, "check", fails)
+    monkeypatch.setattr(server.served, "check", Mock(side_effect=RuntimeError("a planted failure")))
     with caplog.at_level(logging.INFO):
         reply = server.complete()
         # Its line is written once it was sent.

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
 from helpers import tiny
+from helpers.drafting import stock
 from helpers.saved_folders import checkpoint_folder
 from helpers.serving import Alternating, Asked, Stepped, alone, small
 from helpers.shrunken import shrunken
@@ -51,19 +53,10 @@ def request(number: int) -> RowRequest:
 
 def test_requests_come_from_many_threads() -> None:
     model, asked = small(), [request(number) for number in range(24)]
-    answers: dict[int, list[int]] = {}
-    with Engine(selfspec.wrap(model, "lookup+exit:1", draft_length=3), max_rows=4) as engine:
-
-        def ask(numbers: range) -> None:
-            for number in numbers:
-                answers[number] = engine.submit(asked[number]).tokens(60)
-
-        threads = [threading.Thread(target=ask, args=(range(first, 24, 6),)) for first in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [answers[number] for number in range(24)] == [alone(model, Asked(each)) for each in asked]
+    spec = selfspec.wrap(model, "lookup+exit:1", draft_length=3)
+    with Engine(spec, max_rows=4) as engine, ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(lambda each: engine.submit(each).tokens(60), asked))
+    assert answers == [alone(model, Asked(each)) for each in asked]
     assert engine.stats().finished == {"length": 24}
 
 
@@ -297,12 +290,6 @@ def texts(*lengths: int) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(3, 512, (length,), generator=drawn).tolist()) for length in lengths]
 
 
-def stock(model: PreTrainedModel, text: tuple[int, ...], count: int) -> list[int]:
-    out = model.generate(torch.tensor([text]), max_new_tokens=count, do_sample=False, eos_token_id=None)
-    new: list[int] = out[0, len(text) :].tolist()
-    return new
-
-
 @pytest.mark.parametrize("draft", ["lookup+exit:1", "none"])
 def test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone(draft: str) -> None:
     model = phi3()
@@ -316,8 +303,9 @@ def test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone(d
         repeated = [engine.submit(RowRequest(text, 8, GREEDY, frozenset())).tokens(timeout=60) for text in again]
         assert engine.stats().cached_tokens > 0
     spec.unwrap()
-    assert found == [stock(model, text, 30) for text in prompts]
-    assert repeated == [stock(model, text, 8) for text in again]
+    for text, answer in zip([*prompts, *again], [*found, *repeated], strict=True):
+        assert [*text, *answer] == stock(model, torch.tensor([text]), len(answer))[0].tolist()
+    assert list(map(len, found + repeated)) == [30] * len(prompts) + [8] * len(again)
 
 
 # A prompt of text is never read to its end, and no pass over one of token ids ends.
