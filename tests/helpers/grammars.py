@@ -7,6 +7,7 @@ import string
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -94,14 +95,11 @@ def compiled_by_xgrammar(subject: Subject, grammar: Grammar) -> Any:
     return compiler.compile_json_schema(grammar.schema, any_whitespace=False)
 
 
-def _outlines(backend: str) -> Callable[[Subject, Grammar], Fresh]:
-    def maker(subject: Subject, grammar: Grammar) -> Fresh:
-        model = outlines.from_transformers(subject.model, subject.tokenizer)
-        if grammar.schema is None:
-            return lambda: {"logits_processor": [get_regex_logits_processor(backend, model, grammar.regex)]}
-        return lambda: {"logits_processor": [get_json_schema_logits_processor(backend, model, grammar.schema)]}
-
-    return maker
+def _outlines(backend: str, subject: Subject, grammar: Grammar) -> Fresh:
+    model = outlines.from_transformers(subject.model, subject.tokenizer)
+    if grammar.schema is None:
+        return lambda: {"logits_processor": [get_regex_logits_processor(backend, model, grammar.regex)]}
+    return lambda: {"logits_processor": [get_json_schema_logits_processor(backend, model, grammar.schema)]}
 
 
 class Guided(LogitsProcessor):
@@ -147,9 +145,9 @@ def _lm_format_enforcer(subject: Subject, grammar: Grammar) -> Fresh:
 
 LIBRARIES: dict[str, Callable[[Subject, Grammar], Fresh]] = {
     "xgrammar": _xgrammar,
-    "outlines over outlines_core": _outlines("outlines_core"),
-    "outlines over xgrammar": _outlines("xgrammar"),
-    "outlines over llguidance": _outlines("llguidance"),
+    "outlines over outlines_core": partial(_outlines, "outlines_core"),
+    "outlines over xgrammar": partial(_outlines, "xgrammar"),
+    "outlines over llguidance": partial(_outlines, "llguidance"),
     "llguidance": _llguidance,
     "lm-format-enforcer": _lm_format_enforcer,
 }

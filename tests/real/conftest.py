@@ -14,17 +14,13 @@ from helpers.engines import Real
 VARIABLE = "SELFSPEC_REAL_CHECKPOINTS"
 
 
-def _checkpoints() -> Path:
-    named = os.environ.get(VARIABLE)
-    if named is None:
-        pytest.skip(f"no real checkpoints: set {VARIABLE} to a folder that tests/real/checkpoints.py made")
-    return Path(named)
-
-
 @pytest.fixture(scope="session")
 def checkpoint() -> Callable[[str], Path]:
     def found(name: str) -> Path:
-        folder = _checkpoints() / name
+        named = os.environ.get(VARIABLE)
+        if named is None:
+            pytest.skip(f"no real checkpoints: set {VARIABLE} to a folder that tests/real/checkpoints.py made")
+        folder = Path(named) / name
         if not folder.is_dir():
             pytest.skip(f"{VARIABLE} has no {name}: see tests/real/checkpoints.py")
         return folder

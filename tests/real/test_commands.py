@@ -23,11 +23,6 @@ NEW = 16
 ON_CPU = ("--device", "cpu", "--threads", "1")
 
 
-@pytest.fixture
-def smollm2(real: Callable[[str], Real]) -> Real:
-    return real("smollm2")
-
-
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
 def test_verify(said: Said, real: Callable[[str], Real], tmp_path: Path, model: str) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -37,8 +32,8 @@ def test_verify(said: Said, real: Callable[[str], Real], tmp_path: Path, model: 
     assert said(*words, *few)["verdict"] == "EXACT"
 
 
-def test_chat(said: Said, smollm2: Real) -> None:
-    question = "What is the capital of Italy?"
+def test_chat(said: Said, real: Callable[[str], Real]) -> None:
+    smollm2, question = real("smollm2"), "What is the capital of Italy?"
     words = ("chat", smollm2.folder, "--dtype", "float32", "--draft", "lookup+int8", "--max-new-tokens", str(NEW))
     found = said(*words, *ON_CPU, stdin=f"{question}\nAnd of Spain?\n".encode())
     answers = [each["content"] for each in found["messages"] if each["role"] == "assistant"]

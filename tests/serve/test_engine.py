@@ -24,7 +24,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import selfspec
 from helpers import tiny
@@ -278,23 +278,16 @@ CHANGE = 64
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def phi3() -> PreTrainedModel:
-    tables = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": CHANGE}
-    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-    lengths: dict[str, Any] = {"max_position_embeddings": 256, "original_max_position_embeddings": CHANGE}
-    return shrunken("phi3", vocab_size=512, initializer_range=0.3, rope_parameters=tables | factors, **lengths)
-
-
-def texts(*lengths: int) -> list[tuple[int, ...]]:
-    drawn = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(3, 512, (length,), generator=drawn).tolist()) for length in lengths]
-
-
 @pytest.mark.parametrize("draft", ["lookup+exit:1", "none"])
 def test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone(draft: str) -> None:
-    model = phi3()
+    tables = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": CHANGE}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    sizes: dict[str, Any] = {"max_position_embeddings": 256, "original_max_position_embeddings": CHANGE}
+    model = shrunken("phi3", vocab_size=512, initializer_range=0.3, rope_parameters=tables | factors, **sizes)
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
-    prompts = texts(50, CHANGE + 1, 20, CHANGE - 1, CHANGE, 30, CHANGE + 2, 100, 62)
+    lengths = (50, CHANGE + 1, 20, CHANGE - 1, CHANGE, 30, CHANGE + 2, 100, 62)
+    drawn = torch.Generator().manual_seed(1)
+    prompts = [tuple(torch.randint(3, 512, (length,), generator=drawn).tolist()) for length in lengths]
     with selfspec.Engine(spec, prefill_tokens=16, max_rows=4, cache_bytes=2**26) as engine:
         tickets = [engine.submit(RowRequest(text, 30, GREEDY, frozenset())) for text in prompts]
         found = [ticket.tokens(timeout=60) for ticket in tickets]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,18 +201,15 @@ FAULTS: dict[str, tuple[Any, Callable[[Group], None]]] = {
 }
 
 
-def of_every_kind() -> list[Asked]:
-    return [
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_row_that_fails_in_any_step_ends_alone(fault: str) -> None:
+    draft, spoil = FAULTS[fault]
+    model = small()
+    asked = [
         Asked(RowRequest(BESIDE, 20, GREEDY, logprobs=2)),
         Asked(RowRequest(BESIDE, 20, SamplingParams(temperature=0.9, top_k=0, seed=3))),
         Asked(RowRequest(BESIDE, 20, GREEDY), made=(Alternating,)),
     ]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_row_that_fails_in_any_step_ends_alone(fault: str) -> None:
-    draft, spoil = FAULTS[fault]
-    model, asked = small(), of_every_kind()
     engine = Stepped(selfspec.wrap(model, draft, draft_length=2), max_rows=5)
     others = [engine.submit(each.fresh()) for each in asked]
     row = read_row(engine._decoder, MARKED)
@@ -329,17 +326,13 @@ def draws(draft: str, accept: str | None) -> dict[str, float]:
         engine.submit(RowRequest((3, 1, 4), 1 + number % 9, SamplingParams(temperature=0.0 if number % 2 else 2.0)))
     engine.run()
     joints = {warp: brief_joint(model, warp) for warp in WARPS}
-    found = {str(warp): p_value(_texts(seen), joints[warp]) for warp, seen in drawn.items()}
-    return {**found, "coupled": p_value(_texts(coupled), joints[WARPS[0]])}
+    kinds = [(str(warp), warp, seen) for warp, seen in drawn.items()] + [("coupled", WARPS[0], coupled)]
+    return {name: p_value([tuple(each.tokens) for each in seen], joints[warp]) for name, warp, seen in kinds}
 
 
 def _request(warp: Warp, seed: int | None) -> RowRequest:
     sampling = SamplingParams(temperature=warp.temperature, top_k=warp.top_k, seed=seed)
     return RowRequest(PAIR, THREE, sampling)
-
-
-def _texts(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
-    return [tuple(each.tokens) for each in seen]
 
 
 @pytest.mark.statistical
