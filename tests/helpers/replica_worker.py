@@ -38,10 +38,6 @@ REQUESTS, CLIENTS, TRIES = 120, 6, 20
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 
 
-def prompt(number: int) -> list[int]:
-    return [1, 3 + number % 40, 50 + number % 7]
-
-
 def build(folder: str) -> Starlette:
     import selfspec
     from selfspec.measure.checkpoint import load_checkpoint
@@ -78,7 +74,7 @@ def main() -> None:
     lock = threading.Lock()
 
     def ask(number: int) -> None:
-        body = json.dumps({"ids": prompt(number)}).encode()
+        body = json.dumps({"ids": [1, 3 + number % 40, 50 + number % 7]}).encode()
         for _ in range(TRIES):
             request = Request(
                 f"http://127.0.0.1:{port}/answer", data=body, headers={"Content-Type": "application/json"}

@@ -96,7 +96,9 @@ def main() -> None:
         report = verify(
             model, [tiny.prompt(6)], [selfspec.drafts.EarlyExit(2)], Settings(max_new_tokens=8, samples=200)
         )
-        answer |= {"drawn": drawn, "verified": report.exact, "split": _share_here(model)}
+        whole = sum(weight.numel() for weight in model.parameters())
+        here = sum(getattr(weight, "to_local", lambda weight=weight: weight)().numel() for weight in model.parameters())
+        answer |= {"drawn": drawn, "verified": report.exact, "split": here / whole}
         if name == job["refused"]:
             answer["refusals"] = refusals(model)
         gathered: list[Any] = [None, None]
@@ -105,13 +107,6 @@ def main() -> None:
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
-
-
-def _share_here(model: Any) -> float:
-    """How much of the weights this process has."""
-    whole = sum(weight.numel() for weight in model.parameters())
-    here = sum(getattr(weight, "to_local", lambda weight=weight: weight)().numel() for weight in model.parameters())
-    return float(here / whole)
 
 
 if __name__ == "__main__":
