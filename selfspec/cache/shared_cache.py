@@ -31,7 +31,8 @@ from selfspec.errors import DraftConfigError
 from selfspec.kernels.trial import runs_triton
 
 _STEPS = 16
-_LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": HostLayer, "int8": RoundedLayer}
+LAYERS: dict[CacheKind, type[SharedLayer]] = {"exact": SharedLayer, "host": HostLayer, "int8": RoundedLayer}
+"""The layers of each kind of cache."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Slots:
     slot_mapping: Tensor  # slots of the pass's tokens, `[1, width]` where all cursors are equal, else `[batch, width]`
     positions: Tensor  # their position ids, same shape
     visible: Tensor  # numbers of the slots that the pass looks at, `[visible]`, from 0
-    buffers: tuple[Tensor, ...]  # keys and values of each layer in turn, `[batch, heads, capacity, head_dim]`
+    buffers: tuple[Tensor, ...]  # parts of each layer in turn, as `SharedLayer.kept`, `[batch, heads, capacity, ...]`
     block: OpenBlock | None = None  # the open block of the tokens; None: each sees all slots before its own
     attended: Seen = EVERYTHING
 
@@ -80,7 +81,7 @@ class SharedCache(Cache):
         # memory is freed at once, without the garbage collector.
         self.cursors = Cursors(batch, limit, slack, device, aligned, bucket)
         self._most_bytes = 0
-        self._kept = kept
+        self.kept = kept
         self.source: Source | None = None
         super().__init__(layers=[_layer_like(recurrent.get(index), self.cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
@@ -108,7 +109,7 @@ class SharedCache(Cache):
     @property
     def lossless(self) -> bool:
         """True if passes read keys and values exactly as they were written."""
-        return self._kept != "int8"
+        return self.kept != "int8"
 
     @property
     def rolls_back_by_cursor(self) -> bool:
@@ -210,9 +211,9 @@ class SharedCache(Cache):
 
     def check_copies(self) -> None:
         """Raise DraftConfigError where copies in fewer bits cannot be made: the cache is not exact, on the device."""
-        if self._kept != "exact":
+        if self.kept != "exact":
             raise DraftConfigError(
-                f"a draft cannot read keys and values in fewer bits where they are kept as cache={self._kept!r}; leave "
+                f"a draft cannot read keys and values in fewer bits where they are kept as cache={self.kept!r}; leave "
                 "out one of the two"
             )
 
@@ -335,10 +336,10 @@ class SharedCache(Cache):
         """Return the tensors that a pass needs to read this cache through a view and write to it.
 
         None where they are not enough: layers have states, ragged rows are aligned on the right, rows have different
-        offsets, keys and values are not kept as passes read them, or some layer has read no tokens yet.
+        offsets, keys and values are on the host, or some layer has read no tokens yet.
         """
         laid_out = self.rolls_back_by_cursor and (self.cursors.uniform or self.cursors.aligned == "left")
-        laid_out = laid_out and self._kept == "exact" and self.cursors.shifted_alike
+        laid_out = laid_out and self.kept != "host" and self.cursors.shifted_alike
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self.cursors.slots(width, first), self.cursors.block(width, first)
@@ -407,7 +408,7 @@ def _layer_like(
     stock: LinearAttentionCacheLayerMixin | None, cursors: Cursors, kept: CacheKind
 ) -> CacheLayerMixin | LinearAttentionCacheLayerMixin:
     if stock is None:
-        return _LAYERS[kept](cursors)
+        return LAYERS[kept](cursors)
     if isinstance(stock, CacheLayerMixin):
         return _RecurrentSharedLayer(cursors, stock.number_of_states)
     return RecurrentLayer(cursors, stock.number_of_states)

@@ -33,7 +33,7 @@ class SharedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    _names: tuple[str, ...] = ("keys", "values")
+    names: tuple[str, ...] = ("keys", "values")
 
     def __init__(self, cursors: Cursors) -> None:
         super().__init__()
@@ -57,8 +57,20 @@ class SharedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots by the heads, size and dtype of a pass's keys and values."""
-        self._store([self._slots_like(key_states), self._slots_like(value_states)])
+        self.dtype = key_states.dtype
+        self._store([self._slots_like(part) for part in self.kept(key_states[:, :, :0], value_states[:, :, :0])])
         self.is_initialized = True
+
+    @classmethod
+    def kept(cls, *states: Tensor) -> list[Tensor]:
+        """Return what slots keep of keys and of values, `[batch, heads, tokens, ...]` each."""
+        return list(states)
+
+    @classmethod
+    def read(cls, parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that passes read of slots, in a dtype."""
+        keys, values = parts
+        return keys, values
 
     def _store(self, parts: Sequence[Tensor]) -> None:
         self._stored, self._capacity = tuple(parts), parts[0].shape[2]
@@ -69,7 +81,7 @@ class SharedLayer(CacheLayerMixin):
         if self._stored is not None:
             rows = len(self._cursors.seq_lens)
             self._shown = tuple(slots[:rows] for slots in self._stored)
-            for name, slots in zip(self._names, self._shown, strict=True):
+            for name, slots in zip(self.names, self._shown, strict=True):
                 setattr(self, name, slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -81,8 +93,8 @@ class SharedLayer(CacheLayerMixin):
         return self.seen(key_states.shape[2])
 
     def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
+        for slots, part in zip(self.parts, self.kept(key_states, value_states), strict=True):
+            self._write(slots, part)
 
     def grown(self) -> tuple[Tensor, ...]:
         """Return all slots, after allocating as many as the cursors ask for."""
@@ -95,7 +107,7 @@ class SharedLayer(CacheLayerMixin):
         if self._stored is not None:
             parts = list(self._stored)
             self._stored, self._shown = None, ()
-            for name in self._names:
+            for name in self.names:
                 delattr(self, name)
             # One after the other, so that each old tensor is freed before the next new one is made.
             for number in range(len(parts)):
@@ -104,12 +116,12 @@ class SharedLayer(CacheLayerMixin):
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a pass over `width` tokens may read."""
-        seen = self._seen(self.keys, width), self._seen(self.values, width)
+        seen = self.read([self._seen(slots, width) for slots in self.parts], self.dtype)
         return seen if self.seen_through is None else self.seen_through(*seen)
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all slots, as passes read them."""
-        return self.keys, self.values
+        return self.read(self.parts, self.dtype)
 
     def narrow_slots(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
@@ -139,6 +151,7 @@ class SharedLayer(CacheLayerMixin):
 
     def _begin_like(self, other: SharedLayer) -> None:
         """Copy what another cache's layer knows of the model."""
+        self.dtype = other.dtype
 
     def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Move some rows to the front, in the order given; no row moves to a later place."""
@@ -225,6 +238,7 @@ class HostLayer(SharedLayer):
         super()._write_pass(key_states.cpu(), value_states.cpu())
 
     def _begin_like(self, other: SharedLayer) -> None:
+        super()._begin_like(other)
         assert isinstance(other, HostLayer)
         self._device = other._device
 
@@ -248,36 +262,21 @@ class RoundedLayer(SharedLayer):
     may differ from that of exact keys and values.
     """
 
-    _names = ("keys", "values", "_key_scales", "_value_scales")
+    names = ("keys", "_key_scales", "values", "_value_scales")
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype = key_states.dtype
-        levels = [self._slots_like(states.to(torch.int8)) for states in (key_states, value_states)]
-        scales = [self._slots_like(states[..., :1].to(_SCALES)) for states in (key_states, value_states)]
-        self._store([*levels, *scales])
-        self.is_initialized = True
-
-    def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
-        levels, scales = self.parts[:2], self.parts[2:]
-        for to_levels, to_scales, states in zip(levels, scales, (key_states, value_states), strict=True):
-            wide = states.float()
+    @classmethod
+    def kept(cls, *states: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        for each in states:
+            wide = each.float()
             # Scales are rounded first, then the numbers to multiples of the rounded scales.
             scale = (wide.abs().amax(-1, keepdim=True) / _MOST).clamp(min=_SMALLEST).to(_SCALES)
-            self._write(to_levels, (wide / scale.float()).round_().clamp_(-_MOST, _MOST).to(torch.int8))
-            self._write(to_scales, scale)
+            found += ((wide / scale.float()).round_().clamp_(-_MOST, _MOST).to(torch.int8), scale)
+        return found
 
-    def seen(self, width: int) -> tuple[Tensor, Tensor]:
-        return self._read(*(self._seen(slots, width) for slots in self.parts))
-
-    def held(self) -> tuple[Tensor, Tensor]:
-        return self._read(*self.parts)
-
-    def _begin_like(self, other: SharedLayer) -> None:
-        assert isinstance(other, RoundedLayer)
-        self.dtype = other.dtype
-
-    def _read(self, *parts: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values, of_keys, of_values = (part.to(self.dtype) for part in parts)
+    @classmethod
+    def read(cls, parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys, of_keys, values, of_values = (part.to(dtype) for part in parts)
         return keys.mul_(of_keys), values.mul_(of_values)
 
 

@@ -13,7 +13,8 @@ from transformers import Cache, PreTrainedConfig
 from selfspec.architecture import takes
 from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.masks import attention_mask
-from selfspec.cache.shared_cache import SharedCache, Slots
+from selfspec.cache.shared_cache import LAYERS, SharedCache, Slots
+from selfspec.cache.shared_layer import CacheKind, SharedLayer
 from selfspec.cache.source import ReadSource, Source
 from selfspec.cache.view import Seen
 from selfspec.model.gated_view import ExactStates, GatedModel
@@ -35,6 +36,7 @@ class PassKind:
     nodes: int | None  # number of nodes of the tree that it reads; None: a chain
     padded: bool  # True if slots past the last token may be seen, and are masked
     entering: tuple[str, ...] | None  # names of the attentions whose outputs enter with states; None: no states enter
+    kept: CacheKind = "exact"
     masked_source: bool | None = None  # True if some of what an encoder has read may be hidden; None: none has
 
     @property
@@ -89,6 +91,7 @@ class PassFunction:
     kind: PassKind
     cache_name: str
     config: PreTrainedConfig
+    dtype: torch.dtype
     takes_positions: bool = True
     placed: RowPositions | None = None
 
@@ -99,13 +102,12 @@ class PassFunction:
         """Return the model's mask, a tensor or a dict of tensors; None if it needs none, and nothing is `padded`."""
         parts = self._parted(tensors)
         slots, rows = parts.slots, parts.tokens.shape[0]
-        seen, dtype = slots.visible.shape[0], slots.buffers[0].dtype
         return attention_mask(
             self.config,
             slots.slot_mapping,
             rows,
-            seen,
-            dtype,
+            slots.visible.shape[0],
+            self.dtype,
             block=slots.block,
             padded=padded,
             attended=slots.attended,
@@ -115,7 +117,7 @@ class PassFunction:
         """Return the results of the pass under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
-        cache: Cache = SlotCache(slots, self.kind.padded)
+        cache: Cache = SlotCache(slots, self.kind.padded, LAYERS[self.kind.kept])
         if source is not None:
             cache = source.beside(cache)
         if self.placed is not None:
@@ -198,11 +200,12 @@ def run_view(
 class SlotCache(Cache):
     """Stands in for the cache of a stock model; `padded`: slots past the pass's tokens may be visible."""
 
-    def __init__(self, slots: Slots, padded: bool) -> None:
+    def __init__(self, slots: Slots, padded: bool, layer: type[SharedLayer]) -> None:
         super().__init__(layers=[])
         self._slot_mapping = slots.slot_mapping
         self._visible = slots.visible
-        self._buffers = tuple(zip(slots.buffers[::2], slots.buffers[1::2], strict=True))
+        parts = [slots.buffers[number :: len(layer.names)] for number in range(len(layer.names))]
+        self._layer, self._buffers = layer, tuple(zip(*parts, strict=True))
         self._padded = padded
         self._attended = slots.attended
 
@@ -210,9 +213,9 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all that the pass may see."""
-        written = zip(self._buffers[layer_idx], (key_states, value_states), strict=True)
-        keys, values = (self._updated(buffer, states) for buffer, states in written)
-        return self._attended.keys_and_values(layer_idx, keys, values)
+        written = zip(self._buffers[layer_idx], self._layer.kept(key_states, value_states), strict=True)
+        seen = [self._updated(buffer, states) for buffer, states in written]
+        return self._attended.keys_and_values(layer_idx, *self._layer.read(seen, key_states.dtype))
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of slots before the pass's tokens; a tensor if only the device knows it."""

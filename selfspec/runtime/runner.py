@@ -337,6 +337,7 @@ class RecordedRunner(ModelRunner):
             nodes=None if slots.block is None else slots.block.nodes,
             padded=self.cache.cursors.padded(request.width),
             entering=None if request.entering is None else tuple(request.entering.attention),
+            kept=self.cache.kept,
             masked_source=None if source is None else source.mask is not None,
         )
 
@@ -347,7 +348,7 @@ class RecordedRunner(ModelRunner):
         model = model if placed is None else placed.module
         assert isinstance(model, PreTrainedModel)
         view = self._gated_view(model, kind.runs)
-        return PassFunction(view, kind, self._cache_name, self._config, self._takes_positions, placed)
+        return PassFunction(view, kind, self._cache_name, self._config, self._dtype, self._takes_positions, placed)
 
 
 def runner_for(

@@ -15,6 +15,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.any_rounds import AnyRounds, any_rounds
+from helpers.captures import DRAFTS, StandIn, wrapped
 from helpers.copies import MASK, PROMPTS, stand_in_device
 from helpers.reference import begun
 from selfspec.cache import view
@@ -58,6 +59,19 @@ def test_drafts_give_what_plain_decoding_over_the_same_cache_gives(cache: CacheK
     if cache == "host":
         exact = selfspec.wrap(model).generate(PROMPTS, MASK, max_new_tokens=70, do_sample=False)
         assert torch.equal(found.sequences, exact.sequences)
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS.keys())
+def test_passes_over_eight_bits_are_captured(draft: selfspec.drafts.Drafter | None) -> None:
+    model, runtime = tiny.llama(), StandIn(0, 16)
+    spec, stock = wrapped(model, runtime, draft), kept(model, "int8")
+    spec.limits = stock.limits
+    for new in (30, 40):
+        found = spec.generate(PROMPTS, MASK, max_new_tokens=new, do_sample=False).sequences
+        assert torch.equal(found, stock.generate(PROMPTS, MASK, max_new_tokens=new, do_sample=False).sequences)
+    assert not spec.programs.refusals
+    assert spec.programs.proved
+    assert {kind.kept for kind in spec.programs.proved} == {"int8"}
 
 
 @pytest.mark.parametrize("make", [tiny.llama, tiny.gpt2, tiny.mistral], ids=["llama", "gpt2", "mistral"])
