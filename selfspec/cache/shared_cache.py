@@ -134,6 +134,22 @@ class SharedCache(Cache):
         for layer in self._slotted:
             layer.hold()
 
+    def end(self) -> None:
+        """Drop all but the slots, which another cache may adopt."""
+        self._most_bytes = self.most_bytes
+        self._copies, self._top, self.source = {}, {}, None
+
+    def adopt(self, ended: SharedCache) -> None:
+        """Take the slots of an ended cache of the same model if rows are as many, so that passes find them in place."""
+        room = ended.cursors.capacity - self.cursors.slack
+        fits = ended.cursors.held == self.cursors.held and room >= self.cursors.room
+        parts = ended._slotted[0].parts if fits else ()
+        # Tensors of inference mode can only be written in it.
+        if parts and parts[0].is_inference() == torch.is_inference_mode_enabled():
+            self.cursors.room = room
+            for own, theirs in zip(self._slotted, ended._slotted, strict=True):
+                own.adopt(theirs)
+
     def join(self, other: SharedCache) -> None:
         """Append the rows of another cache of the same model, then unusable. ValueError: no storage; see `hold`."""
         self._forget_copies()

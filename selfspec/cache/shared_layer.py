@@ -153,6 +153,13 @@ class SharedLayer(CacheLayerMixin):
         """Copy what another cache's layer knows of the model."""
         self.dtype = other.dtype
 
+    def adopt(self, other: SharedLayer) -> None:
+        """Take the slots of an ended cache's layer where they lie, and zero them."""
+        if other._stored is not None:
+            self._begin_like(other)
+            self._store([slots.zero_() for slots in other._stored])
+            self.is_initialized = True
+
     def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Move some rows to the front, in the order given; no row moves to a later place."""
         for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -135,6 +135,7 @@ def rounds(
         stats.substitute_bytes = batch.runner.substitutes.nbytes
         stats.draft_bytes = 0 if proposer is None else proposer.nbytes
         stats.seconds = clock.seconds()
+        batch.runner.end()
 
 
 def _fill(past: Cache, batch: Batch, request: Request) -> None:

@@ -29,7 +29,8 @@ class CudaGraphs(Runtime):
     """Runs passes as CUDA graphs, for models on a CUDA device.
 
     A graph repeats kernels on the memory it was captured on. Tokens, positions and states are copied to its inputs;
-    keys and values are read from the cache itself, so a graph is valid while the cache keeps its address. Passes read a
+    keys and values are read from the cache itself, so a graph is valid while the cache keeps its address, and the slots
+    of the last text stay in memory for the next one, until the wrapper is unwrapped or rows are others. Passes read a
     multiple of `bucket` slots and mask those past a row's end, so one graph serves many lengths, and a short text does
     not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
 
@@ -42,6 +43,7 @@ class CudaGraphs(Runtime):
     bucket: int = BUCKET
     # A few tokens take a device as long as one token, and each width would need its own graphs.
     widths = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
+    keeps_slots = True
 
     def __post_init__(self) -> None:
         for name, value, least in (("after", self.after, 0), ("bucket", self.bucket, 2)):

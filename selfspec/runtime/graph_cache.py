@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.cache.shared_cache import SharedCache
 from selfspec.device import Timer
 from selfspec.model.gated_view import ExactStates, Point
 from selfspec.model.identity import weight_of
@@ -138,6 +139,19 @@ class BoundPrograms:
         # By which adapter the model was found decodable, as it still is while its state holds.
         self.decodable_by: Adapter | None = None
         self._clock = clock
+        self._ended: SharedCache | None = None
+
+    def begin(self, cache: SharedCache) -> None:
+        """Give an empty cache the slots of the last one: programs may have their addresses. Else free them."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            cache.adopt(ended)
+
+    def end(self, cache: SharedCache) -> None:
+        """Keep the slots of an ended cache where programs are bound to them."""
+        if self.runtime.keeps_slots:
+            cache.end()
+            self._ended = cache
 
     @cached_property
     def view(self) -> PreTrainedModel:

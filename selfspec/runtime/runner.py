@@ -157,6 +157,9 @@ class ModelRunner:
         long = [row for row, length in enumerate(lengths) if length > keys]
         top.choose(shares[0], lengths, long if apart is None else due)
 
+    def end(self) -> None:
+        """Give back what the next text may use."""
+
     def forget(self, path: LayerPath) -> None:
         """Drop what was made for passes along a path; it is made again where they come again."""
         self._gated = {runs: view for runs, view in self._gated.items() if runs.path != path}
@@ -256,6 +259,10 @@ class RecordedRunner(ModelRunner):
         super().__init__(model, adapter, cache, substitutes, programs.view)
         self._programs = programs
         self._streaming: dict[Runs, bool] = {}
+        programs.begin(cache)
+
+    def end(self) -> None:
+        self._programs.end(self.cache)
 
     def _run_in_block(self, request: PassRequest) -> PassResult:
         width = request.width

@@ -217,7 +217,26 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
     spec.generate(tiny.prompt(PROMPT), max_new_tokens=2, do_sample=False)
     assert len(seen) == 2 * tiny.DEPTH
     assert [candidate.program is not None for candidate in spec.programs._candidates.values()] == [True]
+    # Its slots stay for a text of as many rows, and are freed before there are others.
+    assert all(ref() is not None for ref in seen)
+    spec.generate(tiny.prompt(PROMPT, 2), max_new_tokens=1, do_sample=False)
     assert [ref for ref in seen if ref() is not None] == []
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS.keys())
+def test_later_generations_capture_nothing(llama: PreTrainedModel, draft: selfspec.drafts.Drafter | None) -> None:
+    runtime = StandIn(0, 64)
+    spec = wrapped(llama, runtime, draft)
+
+    def captured(*lengths: int) -> int:
+        before = sum(each.captured for each in runtime.recorders)
+        for new in lengths:
+            assert_stock(spec, tiny.prompt(PROMPT), new)
+        return sum(each.captured for each in runtime.recorders) - before
+
+    # One text has too few rounds of some kinds.
+    assert captured(*[NEW, NEW + 5, NEW - 5] * 3)
+    assert not captured(NEW, NEW + 5, NEW - 5)
 
 
 def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:
