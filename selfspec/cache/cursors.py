@@ -22,13 +22,14 @@ class OpenBlock:
     sees: Tensor  # True where a token (row) sees another (column): itself and its ancestors, `[nodes + 1, nodes + 1]`
 
     @staticmethod
-    def tables(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `depths` and `sees` of a tree."""
-        sees = torch.zeros(len(tree) + 1, len(tree) + 1, dtype=torch.bool)
+    def tables(tree: Tree, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `depths` and `sees` of a tree and nodes behind it, `nodes` in all, which see the root and themselves."""
+        sees = torch.eye(nodes + 1, dtype=torch.bool)
         sees[:, 0] = True
         for node, path in enumerate(tree.paths):
             sees[node + 1, torch.tensor(path) + 1] = True
-        return to_device((0, *tree.depths), device), to_device(sees, device)
+        depths = (0, *tree.depths, *[1] * (nodes - len(tree)))
+        return to_device(depths, device), to_device(sees, device)
 
     @property
     def nodes(self) -> int:
@@ -60,6 +61,8 @@ BUCKET = 256
 """Captured passes look at a multiple of this number of slots."""
 
 _SMALLEST_ROOM = 64
+# Numbers of nodes of trees that captured passes read.
+_TREES = (7, 15, 31, 63)
 
 
 class Cursors:
@@ -84,7 +87,7 @@ class Cursors:
         self.bucket = bucket  # passes of a round look at a multiple of this number of slots, or at all slots
         self.slack = slack  # the most nodes of a draft
         self.room = self._whole(min(_SMALLEST_ROOM, limit))  # committed tokens that a row has slots for
-        self._tables: dict[Tree, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[Tree, int], tuple[Tensor, Tensor]] = {}
         # Ends of rows when slots were last asked for, and the slots returned for each width and first node of a pass.
         self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})
 
@@ -174,9 +177,15 @@ class Cursors:
         # A tree begins as a chain; a pass that reads no further runs as over a chain.
         if self.tree is None or self.tree.is_chain or first + width <= self.tree.trunk:
             return None
-        if self.tree not in self._tables:
-            self._tables[self.tree] = OpenBlock.tables(self.tree, self.device)
-        return OpenBlock(self.slots(1, -1), *self._tables[self.tree])
+        table = self.tree, self.nodes(width, first)
+        if table not in self._tables:
+            self._tables[table] = OpenBlock.tables(*table, self.device)
+        return OpenBlock(self.slots(1, -1), *self._tables[table])
+
+    def nodes(self, width: int, first: int) -> int:
+        """Return the number of nodes that a pass finds in the open tree, and behind it: few numbers for captures."""
+        nodes = max(0 if self.tree is None else len(self.tree), first + width)
+        return nodes if self.bucket == 1 else next((size for size in _TREES if size >= nodes), nodes)
 
     def right_aligned(self, width: int, first: int) -> Tensor:
         """Return the slot at each place once rows are aligned on the right, `[batch, visible]`; negative: padding."""

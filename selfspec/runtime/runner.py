@@ -275,7 +275,7 @@ class RecordedRunner(ModelRunner):
         if wider is not None:
             # The modules, too: the number of tokens may decide the last bits.
             tensors, request = wider, replace(request, tokens=wider.tokens)
-            kind = replace(kind, width=request.width)
+            kind = self._kind(request, tensors)
         return self._programs.run(
             kind,
             tensors,
@@ -317,15 +317,17 @@ class RecordedRunner(ModelRunner):
         return self._streaming[runs]
 
     def _wider(self, request: PassRequest, kind: PassKind, slots: Slots) -> PassTensors | None:
-        """Return the tensors with which a longer chain's program serves a request; extra slots are written again."""
+        """Return the tensors with which a wider program serves a request; extra slots are written again."""
         # Nothing may lie behind the last token.
-        tree = self.cache.cursors.tree
-        at_end = tree is None or (tree.is_chain and request.first + kind.width == len(tree))
-        if not at_end or request.entering is not None:
+        cursors, first = self.cache.cursors, request.first
+        if request.entering is not None or not (cursors.tree is None or first + kind.width == len(cursors.tree)):
             return None
-        most = kind.width + slots.buffers[0].shape[2] - slots.visible.shape[0]
-        found = replace(kind, width=self._programs.runtime.width(kind.width))
-        more = self._programs.serving(found, most).width - kind.width
+        most = slots.buffers[0].shape[2] - max(self.cache.seq_lens) - first - 1
+        width, nodes = self._programs.runtime.width(kind.width), None
+        if kind.nodes is not None:
+            nodes = cursors.nodes(width, first)
+            most = min(most, nodes - first)
+        more = self._programs.serving(replace(kind, width=width, nodes=nodes), most).width - kind.width
         if not 0 < more <= most - kind.width:
             return None
         behind = (0, 0) * (request.tokens.ndim - 2) + (0, more)

@@ -398,7 +398,7 @@ CATALOGUE = (
         "len(path) - 2 if path else None", ("test_transfer.py", "test_adapters.py")),
     Mutation("a recorded pass takes the tree it was recorded with", "PassFunction._parted",
         "OpenBlock(start, depths, sees)", "self.__dict__.setdefault('first', OpenBlock(start, depths, sees))",
-        ("test_one_recording_serves_for_all_trees_of_a_size",)),
+        ("test_one_recording_serves_for_trees_of_many_sizes",)),
     # Kernels in Triton.
     Mutation("attention in Triton reads the key head of another group", "attend_run",
         "key_head * group + row // tokens", "key_head + row // tokens * key_heads", (f"{_TRITON}[attention]",)),

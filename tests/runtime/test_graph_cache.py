@@ -333,7 +333,7 @@ def test_rounding_is_distinguished_from_all_else(change: Callable[[Tensor], Tens
 
 NODES, BUCKET = 4, 8
 FULL = LayerPath.full(tiny.DEPTH)
-TREES = [Tree((-1, -1, 0, 0)), Tree((-1, 0, 0, 2)), Tree((-1, -1, -1, 1)), Tree((-1, -1, 0, 1))]
+TREES = [Tree((-1, -1, 0, 0)), Tree((-1, 0, 0, 2)), Tree((-1, -1, -1, 1)), Tree((-1, -1, 0)), Tree((-1, -1))]
 
 
 class Generation:
@@ -356,15 +356,16 @@ class Generation:
 
 
 @torch.no_grad()
-def test_one_recording_serves_for_all_trees_of_a_size(architecture: str) -> None:
+def test_one_recording_serves_for_trees_of_many_sizes(architecture: str) -> None:
     model = tiny.BUILDERS[architecture]()
     graphs = GraphCache(StandIn(0, BUCKET), ticking())
     recorded, stock = (Generation(model, each, graphs.runtime.bucket) for each in (graphs, None))
     for seed in range(16):
         tree = TREES[seed % len(TREES)]
-        assert torch.equal(recorded.round(tree, seed), stock.round(tree, seed)), f"{tree} in round {seed}"
+        # It reads more tokens, with which sums may have other last bits.
+        torch.testing.assert_close(recorded.round(tree, seed), stock.round(tree, seed), rtol=1e-10, atol=1e-10)
     (kind,) = graphs.proved
-    assert kind.nodes == NODES
+    assert (kind.nodes, kind.width) == (7, 8)
     assert not graphs.refusals
 
 
