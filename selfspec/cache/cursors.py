@@ -23,7 +23,7 @@ class OpenBlock:
 
     @staticmethod
     def tables(tree: Tree, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `depths` and `sees` of a tree and nodes behind it, `nodes` in all, which see the root and themselves."""
+        """Return `depths` and `sees` of a tree; nodes behind it, up to `nodes`, see committed tokens and themselves."""
         sees = torch.eye(nodes + 1, dtype=torch.bool)
         sees[:, 0] = True
         for node, path in enumerate(tree.paths):
