@@ -494,7 +494,7 @@ CATALOGUE = (
     Mutation("a device multiplies a weight before its copy is there", "_DeviceSlot.arrived",
         "self._copies.wait_for(self._copied)", "None",
         ("test_place.py::test_streamed_layers_give_the_models_own_tokens",)),
-    Mutation("keys and values in 8 bits pass for lossless", "SharedCache.lossless", "self._kept != 'int8'", "True",
+    Mutation("keys and values in 8 bits pass for lossless", "SharedCache.lossless", "self.kept != 'int8'", "True",
         ("test_kept_caches.py",)),
     Mutation("scales of keys in 8 bits stay where they are when a path is gathered", "SharedLayer.copy_slots",
         "self.parts", "self.parts[:2]", ("test_kept_caches.py",)),
