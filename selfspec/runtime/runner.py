@@ -266,8 +266,9 @@ class RecordedRunner(ModelRunner):
 
     def _run_in_block(self, request: PassRequest) -> PassResult:
         width = request.width
-        plain = replace(request, tokens=request.tokens.contiguous())
-        tensors = PassTensors.of(plain, self.cache) if request.change is None else None
+        if not request.tokens.is_contiguous():
+            request = replace(request, tokens=request.tokens.contiguous())
+        tensors = PassTensors.of(request, self.cache) if request.change is None else None
         if tensors is None or is_watched(request.tokens.device) or self._streams(request):
             return self._run_stock(request)
         kind = self._kind(request, tensors)
@@ -323,11 +324,13 @@ class RecordedRunner(ModelRunner):
         if request.entering is not None or not (cursors.tree is None or first + kind.width == len(cursors.tree)):
             return None
         most = slots.buffers[0].shape[2] - max(self.cache.seq_lens) - first - 1
-        width, nodes = self._programs.runtime.width(kind.width), None
+        width, found = self._programs.runtime.width(kind.width), kind
         if kind.nodes is not None:
             nodes = cursors.nodes(width, first)
-            most = min(most, nodes - first)
-        more = self._programs.serving(replace(kind, width=width, nodes=nodes), most).width - kind.width
+            found, most = replace(kind, width=width, nodes=nodes), min(most, nodes - first)
+        elif width != kind.width:
+            found = replace(kind, width=width)
+        more = self._programs.serving(found, most).width - kind.width
         if not 0 < more <= most - kind.width:
             return None
         behind = (0, 0) * (request.tokens.ndim - 2) + (0, more)

@@ -121,12 +121,13 @@ class _Program:
         self._memories: list[Tensor] = []
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self._fits(tensors[self._buffers]):
+        buffers = tensors[self._buffers]
+        if not self._fits(buffers):
             raise OtherSizesError
         results = [torch.empty(shape, dtype=torch.float32) for shape in self._shapes]
-        given = [each if each.is_contiguous() else each.contiguous() for each in (*tensors, *results)]
+        given = [each if each.is_contiguous() else each.contiguous() for each in tensors[: self._buffers.start]]
         with self._memory() as memory:
-            self._run(self._addresses(memory, given))
+            self._run(self._addresses(memory, [*given, *buffers, *results]))
         return tuple(each if each.dtype == self._dtype else each.to(self._dtype) for each in results)
 
     def chain(self, first: PassTensors, draws: Draws) -> Chain | None:
