@@ -34,7 +34,6 @@ _MANY = "test_every_draft.py::test_many_samples_follow_the_exact_joint"
 _IN_BITS = ("test_low_precision.py", _STOCK, "-k", "low_precision or int8 or int4")
 _OWN_Q = "test_a_draft_is_drawn_from_the_q_it_is_scored_with"
 _COUPLED = "test_coupled_drafts_are_accepted_as_often_as_is_promised"
-_RAGGED = _STOCK
 _SEEDS = "test_a_seed_gives_the_same_tokens_and_another_seed_others"
 _CACHE = "test_shared_cache.py"
 _PROCESSORS = "test_greedy_equals_stock_generate_on_a_ragged_batch"
@@ -316,9 +315,9 @@ CATALOGUE = (
     Mutation("positions are one off", "Cursors.positions", "slots if block is None else _1",
         "slots + 1 if block is None else _1", (_STOCK, "test_adapters.py")),
     Mutation("ragged rows are written where the longest one stands", "Cursors._numbers", "to_device(self.seq_lens, _1)",
-        "to_device([max(self.seq_lens)] * len(self.seq_lens), _1)", (_RAGGED,)),
+        "to_device([max(self.seq_lens)] * len(self.seq_lens), _1)", (_STOCK,)),
     Mutation("the mask of ragged rows admits rejected tokens of other rounds", "_by_slots", "slots[row, query]",
-        "slots[:, query].amax()", (_RAGGED,)),
+        "slots[:, query].amax()", (_STOCK,)),
     Mutation("a program is trusted whatever bits it gives", "BoundPrograms._try",
         "not self.runtime.agree(_1, _2, _3)", "False",
         ("test_what_gives_other_bits_or_fails_is_never_used",)),
@@ -378,7 +377,7 @@ CATALOGUE = (
     Mutation("growing the cache loses what it held", "SharedLayer._resized",
         "new[:rows, :, :slots] = old[:rows, :, :slots]", "new[:rows, :, :slots] = 0", (_CACHE,)),
     Mutation("prefill reads a padded row from its padding on", "prefill",
-        "request.read[row, columns[row].nonzero().flatten()[-1 - count:-1]]", "request.read[row, :count]", (_RAGGED,)),
+        "request.read[row, columns[row].nonzero().flatten()[-1 - count:-1]]", "request.read[row, :count]", (_STOCK,)),
     Mutation("NaN that a draft token left in the cache stays there", "begin_round", "batch.cache.scrub(_1)",
         "pass", ("test_generate.py", "-k", "spoils")),
     # Trees.
