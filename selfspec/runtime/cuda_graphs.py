@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ class CudaGraphs(Runtime):
         bucket: the number of visible slots is a multiple of this.
     """
 
-    after: int = 8
+    after: int = 2
     bucket: int = BUCKET
+    _recorders: dict[torch.device, Recorder] = field(init=False, default_factory=dict, compare=False, repr=False)
     # A few tokens take a device as long as one token, and each width would need its own graphs.
     widths = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
     keeps_slots = True
@@ -67,7 +68,13 @@ class CudaGraphs(Runtime):
     def program(self, function: Function, example: PassTensors) -> Function:
         # An operation that waits for the device would make a capture fail half-way.
         run_watched(lambda: function(example.flat()))
-        return _Graphs(function, len(example.slots.memory), self.recorder(example.tokens.device))
+        device = example.tokens.device
+        if device not in self._recorders:
+            self._recorders[device] = self.recorder(device)
+        return _Graphs(function, len(example.slots.memory), self._recorders[device])
+
+    def of_one_model(self) -> CudaGraphs:
+        return replace(self)
 
     def recorder(self, device: torch.device) -> Recorder:
         """Make a recorder of launches on a device."""
@@ -75,10 +82,11 @@ class CudaGraphs(Runtime):
 
 
 class Recorder:
-    """Captures the passes of one kind, which share memory for intermediate results."""
+    """Captures the passes of one model, which share a stream, and memory for intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = device, backend(device)
+        self._lock = ProcessLock()
         with self._backend.device(device):
             self._pool = self._backend.graph_pool_handle()
             self._stream = self._backend.Stream()
@@ -86,8 +94,8 @@ class Recorder:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Order launches after all earlier work, on any stream."""
-        with self._backend.device(self._device):
+        """Order launches after all earlier work, on any stream: they write to the same memory."""
+        with self._lock, self._backend.device(self._device):
             current = self._backend.current_stream()
             current.wait_event(self._done)
             try:

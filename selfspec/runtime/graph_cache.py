@@ -133,7 +133,7 @@ class BoundPrograms:
     """Holds the programs of the model's state when a generation begins; if it changes, nothing more is recorded."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], state: ModelState) -> None:
-        self.runtime = runtime
+        self.runtime = runtime.of_one_model()
         self.state = state
         self.candidates: dict[PassKind, _Candidate] = {}
         # By which adapter the model was found decodable, as it still is while its state holds.

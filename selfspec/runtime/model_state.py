@@ -149,8 +149,10 @@ def _settings() -> tuple[object, ...]:
     )
 
 
+# Packages of quantised layers: what captures do not repeat fails its comparison, and is refused.
+_QUANTISERS = ("aqlm.", "auto_gptq.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel.", "hqq.")
 # Modules and functions of these are known to decide alike in every call.
-_KNOWN = ("torch.", "numpy.", "transformers.", "selfspec.")
+_KNOWN = ("torch.", "numpy.", "transformers.", "selfspec.", *_QUANTISERS)
 # Follow only these of torch: its other functions call kernels.
 _LOOKED_INTO = ("torch.nn.", "transformers.")
 # The kernels of attention that selfspec runs, and of masks for them.
@@ -243,7 +245,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 # Modules of these are known to decide alike in every call.
-_RECORDABLE = ("torch.nn.", "transformers.", "selfspec.")
+_RECORDABLE = ("torch.nn.", "transformers.", "selfspec.", *_QUANTISERS)
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -265,7 +267,7 @@ def why_not(model: nn.Module) -> str | None:
     known = {
         id(weight)
         for module in model.modules()
-        if is_streamed(module) or isinstance(module, PackedLinear)
+        if is_streamed(module) or isinstance(module, PackedLinear) or type(module).__module__.startswith(_QUANTISERS)
         for weight in module.parameters()
     }
     for name, weight in model.named_parameters():

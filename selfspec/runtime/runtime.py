@@ -73,6 +73,10 @@ class Runtime(ABC):
         """Return how many tokens of each row a program reads for a chain of `tokens`; tokens after it are scrap."""
         return next((width for width in self.widths if width >= tokens), tokens)
 
+    def of_one_model(self) -> Runtime:
+        """Return the runtime whose programs are of one model, and may share what they need."""
+        return self
+
     def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
         """Take draft steps in one go by `program`, overwriting `first`; None: it takes them one by one."""
         return None
