@@ -14,7 +14,7 @@ from device.stage import Bench, Case
 from torch import Tensor
 from torch.nn import functional
 
-from selfspec.device import Timer, has_graphs
+from selfspec.device import Timer, has_graphs, has_streams
 from selfspec.formats.format import formats
 from selfspec.formats.packed import Packed, PackedLinear
 from selfspec.formats.rounding import kernels_of
@@ -44,6 +44,7 @@ def piece_cases(bench: Bench) -> Iterator[Case]:
     """Products of each precision, and attention of blocks and over new lengths."""
     for bits in (8, 4):
         yield Case(f"products, {bits} bits", partial(_products, bench, bits))
+    yield Case("copies from the host", partial(_from_host, bench))
     yield Case("attention of blocks", partial(_blocks, bench))
     yield Case("attention over new lengths", partial(_attention, bench))
 
@@ -74,6 +75,16 @@ def _bytes_a_microsecond(bench: Bench) -> float:
     source = torch.zeros(2**20 if bench.miniature else 2**30, device=bench.device, dtype=DTYPE)
     target, timer = torch.empty_like(source), Timer(time.perf_counter, bench.device)
     return 2 * source.nbytes / (1e6 * min(timer.of(lambda: target.copy_(source)) for _ in range(_REPEATS)))
+
+
+def _from_host(bench: Bench) -> Rows:
+    """Copy a block of page-locked memory of the host, as weights that are streamed are copied."""
+    if not has_streams(bench.device):
+        return {"": {"rate": Figure(cannot="a CPU has its weights where it computes")}}
+    source = torch.empty(2**20 if bench.miniature else 2**28, dtype=torch.uint8, pin_memory=True)
+    target, timer = torch.empty_like(source, device=bench.device), Timer(time.perf_counter, bench.device)
+    seconds = [timer.of(lambda: target.copy_(source, non_blocking=True)) for _ in range(_REPEATS)]
+    return {"": {"rate": Figure.of([source.nbytes / each / 1e9 for each in seconds], "GB/s")}}
 
 
 def _share(nbytes: int, taken: Figure, most: float) -> Figure:
