@@ -27,18 +27,18 @@ def _noting(seconds: list[float]) -> CudaGraphs:
     """Make the runtime of graphs; note how long each capture takes."""
     kind: Any = RUNTIMES[RuntimeName.GRAPHS]
 
-    class Noting(kind):  # type: ignore[misc]
+    class Noting(kind):
         def recorder(self, device: torch.device) -> Recorder:
-            recorder: Any = super().recorder(device)
+            recorder: Recorder = super().recorder(device)
             record = recorder.record
 
             def noted(launch: Launch) -> Recording:
                 began = time.perf_counter()
-                recording: Recording = record(launch)
+                recording = record(launch)
                 seconds.append(time.perf_counter() - began)
                 return recording
 
-            recorder.record = noted
+            recorder.record = noted  # type: ignore[method-assign]
             return recorder
 
     return Noting()
