@@ -14,7 +14,11 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
-@rule("block", help="block verification (Sun et al., 2024) of the whole draft: accepts at least as much as `token`")
+@rule(
+    "block",
+    help="block verification (Sun et al., 2024) of the whole draft: accepts at least as much as `token`",
+    by_kernel="block",
+)
 @dataclass(frozen=True)
 class Block:
     """Block verification of Sun et al. (2024, arXiv 2403.10444), algorithm 2.

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -75,14 +75,16 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class RuleDeclaration:
-    """Holds a rule's name, one line of help, and whether the kernel for chains in `triton_judge` implements it."""
+    """Holds a rule's name, one line of help, and how kernels for chains judge alike, see `triton_judge`; None: none."""
 
     name: str
     help: str
-    by_kernel: bool
+    by_kernel: Literal["token", "block"] | None
 
 
-def rule(name: str, *, help: str, by_kernel: bool = False) -> Callable[[type[_Kind]], type[_Kind]]:
+def rule(
+    name: str, *, help: str, by_kernel: Literal["token", "block"] | None = None
+) -> Callable[[type[_Kind]], type[_Kind]]:
     """Declare the name of a rule; see `RuleDeclaration`. Subclasses declare their own."""
 
     def declared(kind: type[_Kind]) -> type[_Kind]:

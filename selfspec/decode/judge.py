@@ -223,10 +223,13 @@ def accept(
 def _accept_by_triton(
     batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Do what `accept` does for a chain and a token-level rule, in one launch."""
+    """Do what `accept` does for a chain and a rule that kernels know, in two or three launches."""
     from selfspec.kernels.triton_judge import tried_verdict
 
     draft, uniform, noise = seen.draft, None, None
+    declared = declaration_of(type(rule))
+    assert declared is not None
+    assert declared.by_kernel is not None
     if not batch.sampling.decided:
         uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
         noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
@@ -234,16 +237,17 @@ def _accept_by_triton(
     def stock() -> Tensor:
         return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
 
-    place, token = tried_verdict(seen.p, draft.probs, draft.tokens, uniform, judged, noise, stock).unbind(1)
+    given = seen.p, draft.probs, draft.tokens, uniform, judged, noise, declared.by_kernel
+    place, token = tried_verdict(*given, stock).unbind(1)
     return place, token
 
 
 def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that accepts a draft: `accept`, or the same in one launch."""
+    """Return the function that accepts a draft: `accept`, or the same in few launches."""
     if not runs_triton(seen.p.device) or not len(seen.draft.tree) or not seen.draft.tree.is_chain:
         return accept
     declared = declaration_of(type(rule))
-    return accept if declared is None or not declared.by_kernel else _accept_by_triton
+    return accept if declared is None or declared.by_kernel is None else _accept_by_triton
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:

@@ -20,8 +20,9 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, Oracle, stock
 from helpers.reference import every_number, few_octaves, restored
-from selfspec.accept import TokenLevel
+from selfspec.accept import Block, TokenLevel
 from selfspec.cache.tree import Tree
+from selfspec.decode.judge import ended
 from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
 from selfspec.draft import Draft
 from selfspec.formats import int4, int8, planes, rounding, upper
@@ -164,11 +165,11 @@ VERDICTS = [(3, 1, 7), (8, 4, 50), (2, 3, 5000)]
 
 
 def check_verdicts(device: str, rows: int, nodes: int, vocabulary: int) -> None:
-    """Chains, drawn or not, sampled or decided, cut or not, are judged as the rule judges them, to the token."""
+    """Chains, drawn or not, sampled or decided, cut or not, are judged as the rules judge them, to the token."""
     from selfspec.kernels.triton_judge import judge_chain
 
-    rule = TokenLevel()
-    for drawn, sampled, cut, broken in product((True, False), repeat=4):
+    rules: tuple[tuple[Any, Any], ...] = ((TokenLevel(), "token"), (Block(), "block"))
+    for (rule, by), drawn, sampled, cut, broken in product(rules, *[(True, False)] * 4):
         logits = torch.randn(rows, nodes + 1, vocabulary, device=device)
         p = logits.softmax(-1)
         # Some rows draft what the target says, so that a residual is empty.
@@ -181,15 +182,17 @@ def check_verdicts(device: str, rows: int, nodes: int, vocabulary: int) -> None:
             p[0, nodes // 2] = 0.0
         uniform = torch.rand(rows, nodes, device=device, dtype=torch.float64) if sampled else None
         noise = torch.empty(rows, vocabulary, device=device).exponential_().clamp_min_(1e-38) if sampled else None
-        judged = torch.rand(rows, nodes, device=device) < 0.8 if cut else None
+        lengths = torch.randint(nodes + 1, (rows, 1), device=device)
+        judged = torch.arange(nodes, device=device) < lengths if cut else None
         draft = Draft.chain(tokens, q if drawn and sampled else None)
+        draft = draft if judged is None else ended(draft, judged, p)
         chances = rule.accept_probs(draft, p, logits)
         mask = chances > 0.5 if uniform is None else uniform < chances
         place = rule.accepted(mask if judged is None else mask & judged, draft.tree)
         left = rule.recovery_probs(draft, p, place)
         expected = torch.stack([place, (left if noise is None else left / noise).argmax(-1)], 1)
-        found = judge_chain(p, draft.probs, tokens, uniform, judged, noise)
-        assert torch.equal(found, expected), (drawn, sampled, cut, broken, found, expected)
+        found = judge_chain(p, draft.probs, tokens, uniform, judged, noise, by)
+        assert torch.equal(found, expected), (by, drawn, sampled, cut, broken, found, expected)
 
 
 WIDTHS = (1, 48, 64, 1003)
@@ -359,7 +362,7 @@ def check_order_of_planes(device: str, rows: int, dtype: torch.dtype) -> None:
 
 def decoding() -> None:
     with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
-        drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0}
+        drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0, "accept": "block"}
         check_decoding(Tree((-1, -1, 0, 0, 1)), 3, GREEDY)
         check_decoding(Tree.chain(3), 3, drawn)
         check_decoding(Tree.chain(3), 4, GREEDY, torch.float32)

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -35,7 +35,7 @@ triton = pytest.importorskip("triton")
 from selfspec.kernels import triton_planes as module_of_planes  # noqa: E402
 from selfspec.kernels import triton_products as module_of_products  # noqa: E402
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
-from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
+from selfspec.kernels.triton_judge import Judging, judge_chain  # noqa: E402
 from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
 from selfspec.kernels.triton_planes import product_in_planes, rows_in_planes  # noqa: E402
 from selfspec.kernels.triton_products import low_bits_product  # noqa: E402
@@ -199,7 +199,8 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
     for each in (dtype, torch.int8):
         slots_moved([torch.zeros(1, 2, 9, 80, dtype=each)], *torch.tensor([[[2, 3]], [[1, 2]]]))
     p, drafted = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)
-    judge_chain(p, p[:, :2], drafted, torch.zeros(1, 2, dtype=torch.double), drafted > 0, p[:, 0])
+    for by in get_args(Judging):
+        judge_chain(p, p[:, :2], drafted, torch.zeros(1, 2, dtype=torch.double), drafted > 0, p[:, 0], by)
     judge_chain(p, None, drafted, None, None, None)
     # Norms in float64 are not computed in it.
     assert compiled == every - ({"normalize_token"} if dtype == torch.float64 else set())
