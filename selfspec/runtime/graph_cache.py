@@ -142,9 +142,9 @@ class BoundPrograms:
         self._ended: SharedCache | None = None
 
     def begin(self, cache: SharedCache) -> None:
-        """Give an empty cache the slots of the last one: programs may have their addresses. Else free them."""
+        """Give an empty cache the slots of the last one, whose addresses programs may have; else free them."""
         ended, self._ended = self._ended, None
-        if ended is not None:
+        if ended is not None and cache.empty:
             cache.adopt(ended)
 
     def end(self, cache: SharedCache) -> None:
