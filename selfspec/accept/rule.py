@@ -26,6 +26,9 @@ from selfspec.errors import UnsupportedOptionError
 GROUP = "selfspec.rules"
 """The group of entry points in which other packages name their rules: `name = module:Class`."""
 
+Judging = Literal["token", "block"]
+"""How kernels judge a chain: as the rule of that name."""
+
 _Kind = TypeVar("_Kind")
 
 
@@ -79,12 +82,10 @@ class RuleDeclaration:
 
     name: str
     help: str
-    by_kernel: Literal["token", "block"] | None
+    by_kernel: Judging | None
 
 
-def rule(
-    name: str, *, help: str, by_kernel: Literal["token", "block"] | None = None
-) -> Callable[[type[_Kind]], type[_Kind]]:
+def rule(name: str, *, help: str, by_kernel: Judging | None = None) -> Callable[[type[_Kind]], type[_Kind]]:
     """Declare the name of a rule; see `RuleDeclaration`. Subclasses declare their own."""
 
     def declared(kind: type[_Kind]) -> type[_Kind]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from selfspec.accept import Rule, declaration_of
+from selfspec.accept.rule import Judging, Rule, declaration_of
 from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
@@ -221,15 +222,12 @@ def accept(
 
 
 def _accept_by_triton(
-    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+    by: Judging, batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Do what `accept` does for a chain and a rule that kernels know, in two or three launches."""
     from selfspec.kernels.triton_judge import tried_verdict
 
     draft, uniform, noise = seen.draft, None, None
-    declared = declaration_of(type(rule))
-    assert declared is not None
-    assert declared.by_kernel is not None
     if not batch.sampling.decided:
         uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
         noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
@@ -237,8 +235,8 @@ def _accept_by_triton(
     def stock() -> Tensor:
         return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
 
-    given = seen.p, draft.probs, draft.tokens, uniform, judged, noise, declared.by_kernel
-    place, token = tried_verdict(*given, stock).unbind(1)
+    given = seen.p, draft.probs, draft.tokens, uniform, judged, noise
+    place, token = tried_verdict(given, by, stock).unbind(1)
     return place, token
 
 
@@ -247,7 +245,8 @@ def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tenso
     if not runs_triton(seen.p.device) or not len(seen.draft.tree) or not seen.draft.tree.is_chain:
         return accept
     declared = declaration_of(type(rule))
-    return accept if declared is None or declared.by_kernel is None else _accept_by_triton
+    by = None if declared is None else declared.by_kernel
+    return accept if by is None else partial(_accept_by_triton, by)
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:

@@ -401,6 +401,8 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
             f"the cache holds {max(held)} tokens that were rotated by other tables than this text of "
             f"{max(lengths)}, so they must be read again; pass the whole conversation as input_ids"
         )
+    # The padding id may be no token if nothing is padded; processors still need a valid one.
+    padding = 0 if pad is None else int(pad.flatten()[0])
     return Request(
         input_ids=input_ids,
         read=read,
@@ -415,7 +417,7 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
-        pad=_padding(pad, model),
+        pad=padding if 0 <= padding < weight_of(model.get_input_embeddings()).shape[0] else 0,
         whole=whole,
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
@@ -426,12 +428,6 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
         source=source,
         aligns=model if aligns else None,
     )
-
-
-def _padding(pad: Tensor | None, model: PreTrainedModel) -> int:
-    # The padding id may be no token if nothing is padded; processors still need a valid one.
-    token = 0 if pad is None else int(pad.flatten()[0])
-    return token if 0 <= token < weight_of(model.get_input_embeddings()).shape[0] else 0
 
 
 def _columns(read: Tensor, past: Cache | None, generation_config: GenerationConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import triton
@@ -16,8 +15,7 @@ from selfspec.kernels.trial import Trial
 _BLOCK = 4096
 _TRIAL = Trial("judging of chains")
 
-Judging = Literal["token", "block"]
-"""How a chain is judged: as by the rule of that name."""
+Given = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @triton.jit
@@ -91,13 +89,12 @@ def judge_rows(
     block: tl.constexpr,
     most_pieces: tl.constexpr,
 ):
-    """Judge the chain of a row, and race for the token after it in a piece of the vocabulary.
+    """Judge the chain of a row, and race for the token after it in a piece of the vocabulary; see `judge_chain`.
 
-    Shapes are those of `judge_chain`. `is_drawn`: the draft was drawn from q; else q is one-hot. `is_sampled`:
-    `uniform` and `noise` are read; else all chances are 0 and 1, and the likeliest token follows. `is_cut`: `judged` is
-    read. `by_block`: `sums` are read. The number of accepted tokens is written to `verdict`, `[rows, 2]`; the best
-    score of what is left of p, of p itself, and the most that is left to `found`, `[rows, 3, pieces]`; the tokens of
-    the first two to `chosen`, `[rows, 2, pieces]`.
+    `is_drawn`: q is read, else it is one-hot. `is_sampled`: `uniform` and `noise` are read; else all chances are 0 and
+    1, and the likeliest token follows. `is_cut`: `judged` is read; `by_block`: `sums` are. Writes the accepted tokens
+    to `verdict`; the best score of what is left of p, of p itself, and the most that is left to `found`, `[rows, 3,
+    pieces]`; the tokens of the first two to `chosen`, `[rows, 2, pieces]`.
     """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     own, drawn, tokens = p + row * (nodes + 1) * vocabulary, q + row * nodes * vocabulary, tokens + row * nodes
@@ -175,9 +172,9 @@ def judge_chain(
     uniform: Tensor | None,
     judged: Tensor | None,
     noise: Tensor | None,
-    by: Judging = "token",
+    by: str = "token",
 ) -> Tensor:
-    """Judge a chain, and draw the token after it: number of accepted tokens and that token, `[rows, 2]`.
+    """Judge a chain, `by` a rule, and draw the token after it: number of accepted tokens and that token, `[rows, 2]`.
 
     `p` is `[rows, nodes + 1, vocabulary]` and `q` `[rows, nodes, vocabulary]`, float32; None: q is one-hot at `tokens`.
     `uniform`, `[rows, nodes]`, float64, accepts tokens, and `noise`, unit exponentials above 0, `[rows, vocabulary]`,
@@ -194,51 +191,24 @@ def judge_chain(
     drawn = p if q is None else q
     luck, race = (tokens if each is None else each.contiguous() for each in (uniform, noise))
     cut = tokens if judged is None else judged.contiguous().view(torch.uint8)
+    counts = nodes, vocabulary, pieces
+    most = {"most_pieces": triton.next_power_of_2(pieces)}
     size = {"is_drawn": q is not None, "block": block}
-    most = triton.next_power_of_2(pieces)
+    how = {"by_block": by == "block", "is_sampled": uniform is not None, "is_cut": judged is not None}
     # Products are rounded before q is taken from them, as torch rounds them.
     launch = {"num_warps": 8, "enable_fp_fusion": False}
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(p):
         if by == "block" and nodes > 1:
-            sum_residuals[rows * (nodes - 1), pieces](
-                p, drawn, tokens, sums, nodes, vocabulary, pieces, **size, **launch
-            )
-        judge_rows[rows, pieces](
-            p,
-            drawn,
-            tokens,
-            luck,
-            cut,
-            race,
-            sums,
-            found,
-            chosen,
-            verdict,
-            nodes,
-            vocabulary,
-            pieces,
-            by_block=by == "block",
-            is_sampled=uniform is not None,
-            is_cut=judged is not None,
-            most_pieces=most,
-            **size,
-            **launch,
-        )
-        choose_rows[rows,](found, chosen, verdict, vocabulary, pieces, most_pieces=most, **launch)
+            sum_residuals[rows * (nodes - 1), pieces](p, drawn, tokens, sums, *counts, **size, **launch)
+        given = p, drawn, tokens, luck, cut, race, sums, found, chosen, verdict, *counts
+        judge_rows[rows, pieces](*given, **how, **size, **most, **launch)
+        choose_rows[rows,](found, chosen, verdict, vocabulary, pieces, **most, **launch)
     return verdict
 
 
-def tried_verdict(
-    p: Tensor,
-    q: Tensor | None,
-    tokens: Tensor,
-    uniform: Tensor | None,
-    judged: Tensor | None,
-    noise: Tensor | None,
-    by: Judging,
-    stock: Callable[[], Tensor],
-) -> Tensor:
-    """Judge by `judge_chain`, or `stock`, the same by torch, if the kernel is not trusted."""
+def tried_verdict(given: Given, by: str, stock: Callable[[], Tensor]) -> Tensor:
+    """Judge by `judge_chain` of its first arguments, or `stock`, the same by torch, if the kernel is not trusted."""
+    p, q, _, uniform, judged, _ = given
     kind = (p.device, p.dtype, q is None, uniform is None, judged is None, by)
-    return _TRIAL.run(kind, lambda: judge_chain(p, q, tokens, uniform, judged, noise, by), stock, most=0.0)
+    return _TRIAL.run(kind, lambda: judge_chain(*given, by), stock, most=0.0)

@@ -76,7 +76,10 @@ def _by_length(module: nn.Module, places: list[Tensor], *args: Any, **kwargs: An
 def boundaries(config: PreTrainedConfig) -> list[int]:
     """List the text lengths beyond which passes use other rotary tables; here and below `config` is the text part's."""
     # Tables of type `dynamic` change, too, but only beyond the model's context, where no request goes.
-    longrope = [table for table in _tables(config) if table.get("rope_type") == "longrope"]
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # Of the whole model, or of each layer type.
+    tables = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    longrope = [table for table in tables if table.get("rope_type") == "longrope"]
     return sorted({table["original_max_position_embeddings"] for table in longrope})
 
 
@@ -114,9 +117,3 @@ def tables_of(config: PreTrainedConfig, length: int) -> int:
 def tables_change(config: PreTrainedConfig, first: int, total: int) -> bool:
     """Return whether a pass over the `first` tokens of a text of `total` tokens uses other tables than a full pass."""
     return tables_of(config, first) != tables_of(config, total)
-
-
-def _tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the rotary parameters: of the whole model, or of each layer type."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

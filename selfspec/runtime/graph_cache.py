@@ -264,7 +264,10 @@ class BoundPrograms:
         stock_seconds = timer.now() - began
         try:
             if candidate.program is None:
-                candidate.program = self._made(tensors, function(), expected)
+                program = self.runtime.program(function(), tensors)
+                leaves = None if expected.states is None else tuple(expected.states.attention)
+                has_logits = expected.logits is not NO_LOGITS
+                candidate.program = _Program(program, has_logits, leaves, tuple(expected.features))
             began = timer.now()
             given = candidate.program.run(tensors, width)
             seconds = timer.now() - began
@@ -293,11 +296,6 @@ class BoundPrograms:
             else:
                 candidate.refuse("it took longer than the stock modules")
         return expected
-
-    def _made(self, tensors: PassTensors, function: PassFunction, expected: PassResult) -> _Program:
-        leaves = None if expected.states is None else tuple(expected.states.attention)
-        program = self.runtime.program(function, tensors)
-        return _Program(program, expected.logits is not NO_LOGITS, leaves, tuple(expected.features))
 
 
 def _said(error: Exception) -> str:

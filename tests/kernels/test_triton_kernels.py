@@ -32,10 +32,11 @@ from selfspec.runtime.few_rows import for_grouped_queries
 
 triton = pytest.importorskip("triton")
 
+from selfspec.accept.rule import Judging  # noqa: E402
 from selfspec.kernels import triton_planes as module_of_planes  # noqa: E402
 from selfspec.kernels import triton_products as module_of_products  # noqa: E402
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
-from selfspec.kernels.triton_judge import Judging, judge_chain  # noqa: E402
+from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
 from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
 from selfspec.kernels.triton_planes import product_in_planes, rows_in_planes  # noqa: E402
 from selfspec.kernels.triton_products import low_bits_product  # noqa: E402
