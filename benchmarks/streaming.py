@@ -207,7 +207,7 @@ def _rows(cell: dict[str, Any]) -> Iterator[str]:
     if "drafts" in calls and (last := calls["drafts"][-1]).stats is not None and last.plan["draft_step"] is not None:
         yield (
             f"With drafts {last.plan['resident']} layers stay, {shown_bytes(last.plan['streamed'])} are streamed, "
-            f"drafts have {last.plan['bits']} bits; predicted {last.plan['drafting']:.2f} tokens/s; "
+            f"drafts are in {last.plan['format']}; predicted {last.plan['drafting']:.2f} tokens/s; "
             f"{last.stats['mean_accepted_length']:.1f} tokens a pass.\n"
         )
     greedy = cell["temperature"] == 0
