@@ -147,11 +147,14 @@ class PairProposer(ModelProposer, FeatureProposer):
             inputs[each, places[:, 1:]] = self.head.masked
         logits, made = self._run(inputs, first=-1)
         self._settle([max(count - 1, 0) for count in counts], made)
+        self._note_first_read()
+        at = places[..., None]
+        return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
+
+    def _note_first_read(self) -> None:
         for waiting in self._waiting:
             if waiting is not None:
                 waiting.first_read = True
-        at = places[..., None]
-        return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
 
     def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
         assert self._states is not None
