@@ -63,12 +63,12 @@ class SharedLayer(CacheLayerMixin):
 
     @classmethod
     def kept(cls, *states: Tensor) -> list[Tensor]:
-        """Return what slots keep of keys and of values, `[batch, heads, tokens, ...]` each."""
+        """Split keys and values into the parts that slots keep, `[batch, heads, tokens, ...]` each."""
         return list(states)
 
     @classmethod
     def read(cls, parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that passes read of slots, in a dtype."""
+        """Join such parts to the keys and values that passes read, in a dtype."""
         keys, values = parts
         return keys, values
 

@@ -44,7 +44,7 @@ class CudaGraphs(Runtime):
     _recorders: dict[torch.device, Recorder] = field(init=False, default_factory=dict, compare=False, repr=False)
     # A few tokens take a device as long as one token, and each width would need its own graphs.
     widths = (1, WIDEST_ROUND // 2, WIDEST_ROUND)
-    keeps_slots = True
+    captures = True
 
     def __post_init__(self) -> None:
         for name, value, least in (("after", self.after, 0), ("bucket", self.bucket, 2)):

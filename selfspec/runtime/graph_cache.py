@@ -17,7 +17,7 @@ from selfspec.model.gated_view import ExactStates, Point
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.process import ProcessLock
-from selfspec.runtime.model_state import ModelState, why_not
+from selfspec.runtime.model_state import QUANTISERS, ModelState, why_not
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import NO_LOGITS, Chain, Draws, PassResult
 from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
@@ -123,8 +123,10 @@ class GraphCache:
         if current is None or current.state.model is not model or not current.state.holds():
             # Programs hold weights that the model may no longer have.
             self._current = current = None
-            if why_not(model) is None:
-                self._current = current = BoundPrograms(self.runtime, self._clock, ModelState(model))
+            # Other runtimes would run code of quantisers on tensors without values, which it may keep.
+            further = QUANTISERS if self.runtime.captures else ()
+            if why_not(model, further) is None:
+                self._current = current = BoundPrograms(self.runtime, self._clock, ModelState(model, further))
         # Foreign hooks may act differently on each call, but a recording would repeat their first action.
         return None if current is None or current.state.others else current
 
@@ -149,7 +151,7 @@ class BoundPrograms:
 
     def end(self, cache: SharedCache) -> None:
         """Keep the slots of an ended cache where programs are bound to them."""
-        if self.runtime.keeps_slots:
+        if self.runtime.captures:
             cache.end()
             self._ended = cache
 

@@ -46,9 +46,9 @@ class ModelState:
     for a dozen layers. `others` are names of functions that it may run and that others wrote, as in `ReachedCode`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, further: tuple[str, ...] = ()) -> None:
         self.model = model
-        code = ReachedCode(model)
+        code = ReachedCode(model, further)
         self.others = tuple(code.others)
         self._modules = tuple(model.modules())
         self._contents: list[Collection[Any]] = []
@@ -149,10 +149,11 @@ def _settings() -> tuple[object, ...]:
     )
 
 
-# Packages of quantised layers: what captures do not repeat fails its comparison, and is refused.
-_QUANTISERS = ("aqlm.", "auto_gptq.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel.", "hqq.")
+QUANTISERS = ("aqlm.", "auto_gptq.", "awq.", "bitsandbytes.", "compressed_tensors.", "eetq.", "gptqmodel.", "hqq.")
+"""Packages of quantised layers, for captures: what these do not repeat fails its comparison, and is refused."""
+
 # Modules and functions of these are known to decide alike in every call.
-_KNOWN = ("torch.", "numpy.", "transformers.", "selfspec.", *_QUANTISERS)
+_KNOWN = ("torch.", "numpy.", "transformers.", "selfspec.")
 # Follow only these of torch: its other functions call kernels.
 _LOOKED_INTO = ("torch.nn.", "transformers.")
 # The kernels of attention that selfspec runs, and of masks for them.
@@ -166,7 +167,8 @@ class ReachedCode:
     class. It may name more than a pass runs, but misses nothing that is called by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, further: tuple[str, ...] = ()) -> None:
+        self._known = _KNOWN + further
         # By id of a namespace: the namespace, and the names looked up in it.
         self.names: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.mappings: list[dict[Any, Any]] = []  # kernels by name, from which a configuration chooses
@@ -196,7 +198,7 @@ class ReachedCode:
             home = str(value.__globals__.get("__name__"))
         else:
             home = str(getattr(value, "__module__", None) or type(value).__module__)
-        if not f"{home}.".startswith(_KNOWN) and home.split(".")[0] not in sys.stdlib_module_names:
+        if not f"{home}.".startswith(self._known) and home.split(".")[0] not in sys.stdlib_module_names:
             self.others.append(f"{home}.{getattr(value, '__qualname__', type(value).__qualname__)}")
             return
         looked_into = isinstance(value, FunctionType) and f"{home}.".startswith(_LOOKED_INTO)
@@ -245,10 +247,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 # Modules of these are known to decide alike in every call.
-_RECORDABLE = ("torch.nn.", "transformers.", "selfspec.", *_QUANTISERS)
+_RECORDABLE = ("torch.nn.", "transformers.", "selfspec.")
 
 
-def why_not(model: nn.Module) -> str | None:
+def why_not(model: nn.Module, further: tuple[str, ...] = ()) -> str | None:
     """Say why this stock model cannot be recorded now; None: it can be, but for passes that stream weights."""
     if any(GLOBAL_HOOKS):
         return "every module of this process has hooks"
@@ -256,7 +258,7 @@ def why_not(model: nn.Module) -> str | None:
         kind = type(module)
         if is_streamed(module):
             continue
-        if not f"{kind.__module__}.".startswith(_RECORDABLE):
+        if not f"{kind.__module__}.".startswith(_RECORDABLE + further):
             return (
                 f"{name or 'the model'} is a {kind.__module__}.{kind.__qualname__}, which may act differently next time"
             )
@@ -267,7 +269,7 @@ def why_not(model: nn.Module) -> str | None:
     known = {
         id(weight)
         for module in model.modules()
-        if is_streamed(module) or isinstance(module, PackedLinear) or type(module).__module__.startswith(_QUANTISERS)
+        if is_streamed(module) or isinstance(module, PackedLinear) or f"{type(module).__module__}.".startswith(further)
         for weight in module.parameters()
     }
     for name, weight in model.named_parameters():

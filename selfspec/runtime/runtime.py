@@ -46,14 +46,14 @@ class Runtime(ABC):
         making_seconds: the same in seconds; infinite if passes run asynchronously.
         bucket: passes read a multiple of this number of slots.
         widths: tokens of each row that programs read for chains, in rising order.
-        keeps_slots: whether programs are bound to the addresses of slots, which then outlive their text.
+        captures: whether programs repeat launches of any modules on the memory of slots, which then outlives its text.
     """
 
     after: int | None = None
     making_seconds: float = math.inf
     bucket: int = 1
     widths: tuple[int, ...] = ()
-    keeps_slots: bool = False
+    captures: bool = False
 
     def check(self, device: torch.device) -> None:  # noqa: B027 - some run anywhere
         """Refuse a device that this runtime cannot run on."""

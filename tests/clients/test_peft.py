@@ -166,7 +166,7 @@ def prompted(method: str, model: PreTrainedModel) -> Any:
 
 
 def forced(wrapped: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
-    """What the passes of peft's model give greedily, each over the whole text."""
+    """Decode greedily by passes of peft's model, each over the whole text."""
     for _ in range(GREEDY["max_new_tokens"]):
         logits = wrapped(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[:, -1]
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)

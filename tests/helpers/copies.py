@@ -93,7 +93,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 
 
 def plan(resident: int, format: str | None = None, partly: int = 0) -> Plan:
-    """Of five layers, the last of which is the head, some stay and some stay in part."""
+    """Plan five layers, the last of which is the head, so that some stay and some stay in part."""
     drafting, step = (None, None) if format is None else (4.0, 0.05)
     part = "upper" if partly else None
     return Plan(resident, resident < 5, format, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step, 0, partly, part)

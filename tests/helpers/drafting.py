@@ -32,7 +32,7 @@ def stock(model: PreTrainedModel, ids: Tensor, new: int) -> Tensor:
 
 
 def rounds_of(spec: selfspec.SelfSpeculative, ids: Tensor, new: int) -> list[Any]:
-    """What one row drafts and commits in each round of a greedy text."""
+    """Return the tokens that one row drafts and commits in each round of a greedy text."""
     return [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=new, do_sample=False)]
 
 

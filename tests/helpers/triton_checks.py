@@ -394,7 +394,7 @@ CHECKS: dict[str, list[tuple[Callable[..., None], Given]]] = {
 
 
 def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
-    """Whether the interpreter can: it multiplies matrices in bfloat16 as if they were integers."""
+    """Return whether the interpreter computes a check rightly: it takes matrices in bfloat16 for integers."""
     if check is check_order_of_planes:
         # Others take minutes.
         return given in ((1, torch.float32), (3, torch.float32))

@@ -596,6 +596,8 @@ CATALOGUE = (
         ("test_programs_are_of_the_model_as_it_is[strides of a weight]",)),
     Mutation("programs outlive a function that a kernel library replaced", "ModelState.__init__", "code.names.values()",
         "()", ("test_programs_are_of_the_model_as_it_is[function: rotary]",)),
+    Mutation("slots keep what the last text left in them", "SharedLayer.adopt", "slots.zero_()", "slots",
+        ("test_what_a_text_leaves_in_its_slots_reaches_no_later_text",)),
     Mutation("a wider program writes behind the last slot", "RecordedRunner._wider",
         "0 < more <= most - kind.width", "0 < more",
         ("test_wider_programs_serve_chains_as_long_as_there_are_slots",)),

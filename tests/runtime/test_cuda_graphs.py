@@ -242,6 +242,17 @@ def test_later_generations_capture_nothing(llama: PreTrainedModel, draft: selfsp
     assert len(runtime.recorders) == 1
 
 
+def test_what_a_text_leaves_in_its_slots_reaches_no_later_text(llama: PreTrainedModel) -> None:
+    spec = wrapped(llama, StandIn(0, 64), EXIT)
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
+    ended: Any = spec.programs._current
+    for layer in ended._ended.layers:
+        # Even where it is masked, NaN would spoil the sum.
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+    assert_stock(spec, tiny.prompt(PROMPT), NEW)
+
+
 QUANTISED = """
 import torch
 
@@ -256,13 +267,22 @@ class Linear(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize(("package", "is_captured"), [("gptqmodel", True), ("gptqmodels", False)])
-def test_models_of_known_quantisers_are_captured(llama: PreTrainedModel, package: str, is_captured: bool) -> None:
+@pytest.mark.parametrize(
+    ("package", "runtime", "is_captured"),
+    [
+        ("gptqmodel", StandIn(0, BUCKET), True),
+        ("gptqmodels", StandIn(0, BUCKET), False),
+        ("gptqmodel", captures.Again(), False),
+    ],
+)
+def test_models_of_known_quantisers_are_captured_alone(
+    llama: PreTrainedModel, package: str, runtime: Any, is_captured: bool
+) -> None:
     module: Any = ModuleType(f"{package}.layers")
     exec(QUANTISED, vars(module))
     for layer in llama.model.layers:
         layer.mlp.down_proj = module.Linear(layer.mlp.down_proj)
-    spec = wrapped(llama, StandIn(0, BUCKET), EXIT)
+    spec = wrapped(llama, runtime, EXIT)
     assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert bool(spec.programs.proved) is is_captured
     assert not spec.programs.refusals
