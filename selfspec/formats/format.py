@@ -39,6 +39,7 @@ class Format(ABC):
         fetched: parts of an exact format that a memory budget may leave on the disk; the others are small.
         layer: the linear layer that multiplies by a packed weight, made as `layer(packed, bias, dtype)`.
         exact: whether the weight, made dense again, has the bits that it had.
+        packs: whether it packs weights that are dense. Else only files have it.
         copies: whether it packs copies of any weight, to draft with. Else it keeps a model's own, or reads them.
         compensates: whether `pack_for` gives less error than `pack`.
         laying_out: copies of a packed weight that are in memory at once while a layer is made from it.
@@ -54,6 +55,7 @@ class Format(ABC):
     layer: ClassVar[type[PackedLinear]]
     fetched: ClassVar[tuple[str, ...]] = ()
     exact: ClassVar[bool] = False
+    packs: ClassVar[bool] = True
     copies: ClassVar[bool] = True
     compensates: ClassVar[bool] = False
     laying_out: ClassVar[int] = 1

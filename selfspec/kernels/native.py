@@ -15,8 +15,9 @@ import os
 import platform
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,28 @@ GROUP_SIZE = 32
 
 PLANES_BLOCK = 64
 """Weights of a block in planes; rows are filled up to whole blocks."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Describes a type of blocks: its number in `program.cpp`, 100 more than GGUF's, and weights and bytes of one."""
+
+    number: int
+    weights: int
+    nbytes: int
+
+
+BLOCKS = {
+    "Q4_0": Block(102, 32, 18),
+    "Q4_1": Block(103, 32, 20),
+    "Q5_0": Block(106, 32, 22),
+    "Q5_1": Block(107, 32, 24),
+    "Q8_0": Block(108, 32, 34),
+    "Q4_K": Block(112, 256, 144),
+    "Q5_K": Block(113, 256, 176),
+    "Q6_K": Block(114, 256, 210),
+}
+"""Types of GGUF's blocks that the kernels read."""
 
 VARIANTS = ("vnni", "v4", "v3", "dotprod", "neon")
 """Names of libraries, the best first: x86-64-v4 with VNNI, x86-64-v4, x86-64-v3, ARM with and without dot products."""
@@ -242,6 +265,21 @@ def few_rows_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     return _by(_multiply_in_upper, torch.ops.selfspec.few_rows_in_upper, states, weight, rows)
 
 
+def name_of_blocks(kind: str) -> str:
+    """Return the name of the operator that multiplies by blocks of a type."""
+    return f"few_rows_in_{kind.lower()}"
+
+
+def few_rows_in_blocks(states: Tensor, weight: Tensor, kind: str) -> Tensor:
+    """Multiply as `few_rows` by floats does, to the last bit, with a weight in blocks, `[out, bytes of a row]`."""
+    return _by(partial(_multiply_in_blocks, kind), getattr(torch.ops.selfspec, name_of_blocks(kind)), states, weight)
+
+
+def rows_of_blocks(ids: Tensor, weight: Tensor, kind: str, inputs: int) -> Tensor:
+    """Read rows of a weight in blocks, `[..., inputs]` in float32, by numbers `[...]`; NaN: there is no such row."""
+    return _by(_read_blocks, torch.ops.selfspec.rows_of_blocks, ids, weight, BLOCKS[kind].number, inputs)
+
+
 def rows_of_planes(
     ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int, dtype: torch.dtype
 ) -> Tensor:
@@ -375,6 +413,15 @@ def _multiply_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
     return _product(states, UPPER, weight, {"rows": rows})
 
 
+def _multiply_in_blocks(kind: str, states: Tensor, weight: Tensor) -> Tensor:
+    block = BLOCKS[kind]
+    if weight.dim() != 2 or not states.dim() or states.shape[-1] * block.nbytes != weight.shape[1] * block.weights:
+        raise RuntimeError("blocks: sizes do not match")
+    if not weight.is_contiguous() or weight.dtype != torch.uint8:
+        raise RuntimeError("blocks: contiguous bytes alone")
+    return _product(states, block.number, weight, {})
+
+
 def _check_planes(states: Tensor, weight: Tensor) -> None:
     if weight.dim() != 2 or not states.dim() or -(-states.shape[-1] // PLANES_BLOCK) * PLANES_BLOCK != weight.shape[1]:
         raise RuntimeError("planes: sizes do not match")
@@ -385,10 +432,20 @@ def _check_planes(states: Tensor, weight: Tensor) -> None:
 def _read_rows(
     ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int, dtype: torch.dtype
 ) -> Tensor:
+    return _rows(ids, PLANES, (weight, lower, rows, escapes), inputs, dtype)
+
+
+def _read_blocks(ids: Tensor, weight: Tensor, number: int, inputs: int) -> Tensor:
+    return _rows(ids, number, (weight, None, None, None), inputs, torch.float32)
+
+
+def _rows(
+    ids: Tensor, number: int, held: tuple[Tensor, *tuple[Operand, ...]], inputs: int, dtype: torch.dtype
+) -> Tensor:
     found = torch.empty(*ids.shape, inputs, dtype=dtype)
     numbers = ids.to(torch.int64).contiguous()
-    sizes = (PLANES, weight.shape[0], inputs, numbers.numel(), NUMBERS[dtype])
-    run_one(Kind.EMBED, (*sizes, weight, lower, rows, escapes, numbers, found), _threads(found.numel()))
+    sizes = (number, held[0].shape[0], inputs, numbers.numel(), NUMBERS[dtype])
+    run_one(Kind.EMBED, (*sizes, *held, numbers, found), _threads(found.numel()))
     return found
 
 
@@ -453,6 +510,10 @@ def _read_out(ids: Tensor, *planes: Any) -> Tensor:
     return ids.new_empty(*ids.shape, inputs, dtype=dtype)
 
 
+def _blocks_read_out(ids: Tensor, _: Tensor, __: int, inputs: int) -> Tensor:
+    return ids.new_empty(*ids.shape, inputs, dtype=torch.float32)
+
+
 def _normed(states: Tensor, *_: object) -> Tensor:
     return states.new_empty(states.shape)
 
@@ -465,7 +526,7 @@ def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor
 _PARTS = "Tensor weight, Tensor lower, Tensor rows, Tensor escapes"
 _OF_PRODUCT = "(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? factors) -> Tensor"
 # What graphs hold: what each gives on the CPU, and its shape.
-for _name, _of, _kernel, _shape in (
+_OPERATORS: tuple[tuple[str, str, Callable[..., Tensor], Callable[..., Tensor]], ...] = (
     ("few_rows", _OF_PRODUCT, _multiply, _multiplied),
     (
         "few_rows_in_four_bits",
@@ -476,9 +537,15 @@ for _name, _of, _kernel, _shape in (
     ("few_rows_in_planes", f"(Tensor x, {_PARTS}) -> Tensor", _multiply_in_planes, _multiplied),
     ("few_rows_in_upper", "(Tensor x, Tensor weight, Tensor rows) -> Tensor", _multiply_in_upper, _multiplied),
     ("rows_of_planes", f"(Tensor ids, {_PARTS}, int inputs, ScalarType dtype) -> Tensor", _read_rows, _read_out),
+    ("rows_of_blocks", "(Tensor ids, Tensor weight, int number, int inputs) -> Tensor", _read_blocks, _blocks_read_out),
+    *(
+        (name_of_blocks(kind), "(Tensor x, Tensor weight) -> Tensor", partial(_multiply_in_blocks, kind), _multiplied)
+        for kind in BLOCKS
+    ),
     ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize, _normed),
     ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend, _attended),
-):
+)
+for _name, _of, _kernel, _shape in _OPERATORS:
     torch.library.define(f"selfspec::{_name}", _of)
     torch.library.impl(f"selfspec::{_name}", "cpu", _kernel)
     torch.library.register_fake(f"selfspec::{_name}", _shape)

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "blocks.h"
 #include "draws.h"
 #include "eight_bits.h"
 #include "four_bits.h"
@@ -34,6 +35,10 @@ enum class Kind : int64_t {
 };
 enum class Dtype : int64_t {
   kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16, kPlanes, kUpper
+};
+// Types of GGUF's blocks are 100 more than its own numbers.
+enum class BlockType : int64_t {
+  kQ4_0 = 102, kQ4_1 = 103, kQ5_0 = 106, kQ5_1 = 107, kQ8_0 = 108, kQ4_K = 112, kQ5_K = 113, kQ6_K = 114
 };
 
 // What the table has before the addresses of the tensors of a call.
@@ -79,6 +84,23 @@ void stored_as(Dtype dtype, const Work& work) {
     case Dtype::kFloat16: return work(Float16{});
     default: return;
   }
+}
+
+// Calls `work` with a type of blocks; false: the number is that of no type.
+template <typename Work>
+bool in_blocks(Dtype dtype, const Work& work) {
+  switch (static_cast<BlockType>(dtype)) {
+    case BlockType::kQ4_0: work(blocks::Q4_0{}); break;
+    case BlockType::kQ4_1: work(blocks::Q4_1{}); break;
+    case BlockType::kQ5_0: work(blocks::Q5_0{}); break;
+    case BlockType::kQ5_1: work(blocks::Q5_1{}); break;
+    case BlockType::kQ8_0: work(blocks::Q8_0{}); break;
+    case BlockType::kQ4_K: work(blocks::Q4_K{}); break;
+    case BlockType::kQ5_K: work(blocks::Q5_K{}); break;
+    case BlockType::kQ6_K: work(blocks::Q6_K{}); break;
+    default: return false;
+  }
+  return true;
 }
 
 // Room that grows as needed.
@@ -134,6 +156,24 @@ void run_product(Words& words, Worker& worker) {
     x = filled;
   }
   const auto run = [&, rows = rows](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
+  // Each weight is made a float once for all rows: as many outputs as the second cache holds beside their inputs.
+  const auto joined = [&, rows = rows, out = out](int64_t inputs, const auto& take) {
+    float* made = worker.room.of<float>(kOutputsJoined * inputs);
+    for (int64_t first = share.begin; first < share.end; first += kOutputsJoined) {
+      const int64_t next = std::min(first + kOutputsJoined, share.end);
+      for (int64_t output = first; output < next; ++output) take(output, made + (output - first) * inputs);
+      in_tiles(Product<Plain<float>>{x, made - first * inputs, y, nullptr, bias, residual, inputs, out}, rows, first, next);
+    }
+  };
+  const bool is_done = in_blocks(dtype, [&, rows = rows, in = in, out = out](auto type) {
+    using Type = decltype(type);
+    const auto* bytes = static_cast<const uint8_t*>(weight);
+    if (rows <= kRowsOfTile) return run(blocks::BlocksProduct<Type>{x, bytes, y, bias, residual, in, out});
+    joined(in, [&](int64_t output, float* to) {
+      blocks::take_row<Type>(bytes + output * blocks::bytes_of<Type>(in), in, to);
+    });
+  });
+  if (is_done) return;
   const auto in_doubles = [](const void* numbers) { return static_cast<const double*>(numbers); };
   if (dtype == Dtype::kDouble) {
     run(Product<Plain<double>>{in_doubles(x), in_doubles(weight), reinterpret_cast<double*>(y), nullptr,
@@ -141,14 +181,7 @@ void run_product(Words& words, Worker& worker) {
   } else if (dtype == Dtype::kFloatColumns) {
     ColumnsProduct{x, static_cast<const float*>(weight), y, bias, residual, in, out}.run(rows, share.begin, share.end);
   } else if (dtype == Dtype::kPlanes && rows > kRowsOfTile) {
-    // Each weight is joined once for all rows: as many outputs as the second cache holds beside their inputs.
-    const int64_t padded = Planes::blocks_of(in) * kBlockOfPlanes;
-    float* joined = worker.room.of<float>(kOutputsJoined * padded);
-    for (int64_t first = share.begin; first < share.end; first += kOutputsJoined) {
-      const int64_t next = std::min(first + kOutputsJoined, share.end);
-      for (int64_t output = first; output < next; ++output) planes.take(output, joined + (output - first) * padded);
-      in_tiles(Product<Plain<float>>{x, joined - first * padded, y, nullptr, bias, residual, padded, out}, rows, first, next);
-    }
+    joined(Planes::blocks_of(in) * kBlockOfPlanes, [&](int64_t output, float* to) { planes.take(output, to); });
   } else if (dtype == Dtype::kPlanes) {
     run(PlanesProduct<true>{x, planes, y, bias, residual, Planes::blocks_of(in), out});
   } else if (dtype == Dtype::kUpper) {
@@ -423,6 +456,18 @@ void run_embed(Words& words, Worker& worker) {
   if (dtype == Dtype::kPlanes) {
     return made == Dtype::kBFloat16 ? rows_of_planes(reinterpret_cast<uint16_t*>(y), kNaN) : rows_of_planes(y, NAN);
   }
+  const bool is_done = in_blocks(dtype, [&, known = known, size = size](auto type) {
+    using Type = decltype(type);
+    for (int64_t i = share.begin; i < share.end; ++i) {
+      if (ids[i] < 0 || known <= ids[i]) {
+        std::fill_n(y + i * size, size, NAN);
+        continue;
+      }
+      const auto* row = reinterpret_cast<const uint8_t*>(table) + ids[i] * blocks::bytes_of<Type>(size);
+      blocks::take_row<Type>(row, size, y + i * size);
+    }
+  });
+  if (is_done) return;
   for (int64_t i = share.begin; i < share.end; ++i) {
     const bool is_known = 0 <= ids[i] && ids[i] < known;
     const Source row = {dtype, is_known ? table : nullptr, {0, 0, 0, 1}, NAN};

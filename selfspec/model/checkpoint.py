@@ -33,6 +33,7 @@ from selfspec.device import has_doubles
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
 from selfspec.files.json_text import parse_json
 from selfspec.kernels.large_pages import move_weights
+from selfspec.model.gguf import config_of, is_gguf, tokenizer_of
 from selfspec.model.registry import adapter_for, auto_class, check_type
 
 DtypeName = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -96,6 +97,8 @@ def check_device(device: torch.device) -> None:
 def read_config(name: str) -> PreTrainedConfig:
     """Read the configuration of a checkpoint, without its weights and tokenizer."""
     folder = local_folder(name)
+    if folder is not None and is_gguf(folder):
+        return _config_of_gguf(folder)
     if folder is None:
         check_on_hub(name, CONFIG)
     else:
@@ -129,8 +132,31 @@ def read_config(name: str) -> PreTrainedConfig:
     return config
 
 
+def _config_of_gguf(file: Path) -> PreTrainedConfig:
+    try:
+        config = config_of(file)
+    except SelfSpecError:
+        raise
+    # Of an architecture that transformers does not read.
+    except Exception as error:
+        raise CheckpointError(
+            f"the configuration in {file} cannot be used ({_one_line(error)}); give a checkpoint of transformers"
+        ) from error
+    check_type(config.model_type)
+    adapter_for(config)
+    return config
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint."""
+    folder = local_folder(name)
+    if folder is not None and is_gguf(folder):
+        try:
+            return tokenizer_of(folder)
+        except Exception as error:
+            raise CheckpointError(
+                f"the tokenizer in {folder} cannot be used ({_one_line(error)}); give a checkpoint of transformers"
+            ) from error
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
     # The tokenizers library raises plain Exception for a broken file.
@@ -200,12 +226,14 @@ def _check_complete(name: str, model: PreTrainedModel, report: Mapping[str, Any]
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder that `name` means; None for a name on the hub."""
+    """Return the folder, or the GGUF file, that `name` means; None for a name on the hub."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
-        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and model.safetensors")
+        raise CheckpointError(
+            f"{name} is a file; give the folder that holds config.json and model.safetensors, or a .gguf file"
+        )
     if not name or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
         raise CheckpointError(
             f"folder {name!r} does not exist; give a folder with config.json, model.safetensors and tokenizer.json, "
@@ -233,6 +261,10 @@ def _check_weights(files: Sequence[Path]) -> None:
 
 def weight_files(folder: Path, config: PreTrainedConfig) -> list[Path]:
     """Return the safetensors files of a checkpoint that `transformers` would read."""
+    if is_gguf(folder):
+        raise CheckpointError(
+            f"{folder} is a GGUF file, whose weights stay in its blocks; give the checkpoint that it was made from"
+        )
     chosen = getattr(config, "transformers_weights", None)
     names = (_WEIGHTS, _WEIGHTS_INDEX) if chosen is None else (str(chosen),)
     if any(".." in Path(name).parts or Path(name).is_absolute() for name in names):

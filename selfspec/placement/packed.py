@@ -17,10 +17,12 @@ from transformers.utils import logging
 
 from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.format import Format, formats
+from selfspec.formats.gguf import Gguf
 from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError, dense
 from selfspec.kernels import native
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import find_device, local_folder, read_config
+from selfspec.model.gguf import is_gguf
 from selfspec.model.substitutes import kind_of
 from selfspec.placement.skeleton import DeferredTensor, Skeleton, names_by_weight, read_dtype, set_weight, skeleton
 from selfspec.placement.stored import PAGE, StoredTensor, StoredWeight, WeightFiles, format_in, is_packed
@@ -31,7 +33,7 @@ _LOG = getLogger(__name__)
 
 def exact_format(name: str | None) -> Format:
     """Return the format that keeps a model's weights; refuse a name that is none."""
-    exact = {each: kind for each, kind in formats().items() if kind.exact}
+    exact = {each: kind for each, kind in formats().items() if kind.exact and kind.packs}
     if name not in exact:
         known = " or ".join(map(repr, exact))
         raise UnsupportedOptionError(
@@ -42,13 +44,20 @@ def exact_format(name: str | None) -> Format:
 
 
 def has_packed_weights(name: str) -> bool:
-    """Return whether a checkpoint is a folder of `selfspec pack`."""
+    """Return whether a checkpoint is a folder of `selfspec pack` or a GGUF file."""
     folder = local_folder(name)
-    return folder is not None and is_packed(folder)
+    return folder is not None and (is_packed(folder) or is_gguf(folder))
 
 
 def format_of_weights(name: str, weights: str | None) -> Format | None:
-    """Return the format that weights are asked for in, or else that the folder has them in; None: they are dense."""
+    """Return the format that weights are asked for in, or else that the files have them in; None: they are dense."""
+    place = local_folder(name)
+    if place is not None and is_gguf(place):
+        if weights is not None:
+            raise UnsupportedOptionError(
+                f"weights={weights!r}: those of a GGUF file stay in its own bytes; leave weights out"
+            )
+        return Gguf()
     if weights is None and has_packed_weights(name):
         return format_in(Path(name).expanduser())
     return None if weights is None else exact_format(weights)
@@ -118,7 +127,7 @@ def pack_each(model: PreTrainedModel, format: Format, weights: Given) -> Iterato
                 reason = f" ({names[0]} is {error})"
         packed += value is not weight or isinstance(weight, StoredWeight)
         yield HeldWeight(names, value, weight.dtype, bool(transposed))
-    if not packed:
+    if not packed and format.packs:
         raise UnsupportedModelError(
             f"no weight of {type(model).__name__} fits weights={format.name!r}, which keeps linear layers, experts and "
             f"embeddings of bfloat16 precision{reason}; leave weights out, or load with dtype='bfloat16', which "
@@ -145,7 +154,8 @@ def deferred_weights(made: Skeleton, format: Format) -> Given:
 
     def given(weight: DeferredTensor) -> Tensor | StoredWeight:
         packed = weight.packed
-        return packed if packed is not None and packed.format == format else weight.values()
+        # Settings of a format may differ from weight to weight.
+        return packed if packed is not None and type(packed.format) is type(format) else weight.values()
 
     return {name: partial(given, weight) for name, weight in made.deferred.items()}
 

@@ -15,7 +15,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from selfspec.arguments import shown
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.formats.gguf import DTYPES as GGUF_DTYPES
 from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
+from selfspec.model.gguf import is_gguf
+from selfspec.placement.gguf_file import gguf_weights
 from selfspec.placement.stored import StoredWeight, WeightFiles, is_packed, packed_weights, stored_tensors
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -209,15 +212,25 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             f"{folder} has an adapter (adapter_config.json), which a memory budget would leave out; merge it into the "
             "weights (merge_and_unload of peft, save_pretrained), or load the checkpoint without a budget"
         )
-    weights = (
-        packed_weights(folder, files)
-        if is_packed(folder)
-        else {name: StoredWeight.dense(each) for name, each in stored_tensors(weight_files(folder, config)).items()}
-    )
+    weights: Mapping[str, StoredWeight | Tensor]
+    if is_gguf(folder):
+        if dtype not in (None, *GGUF_DTYPES):
+            raise UnsupportedOptionError(
+                f"dtype={dtype}: weights of a GGUF file are multiplied in float32 or float64; leave dtype out"
+            )
+        weights = gguf_weights(folder, config, files)
+    elif is_packed(folder):
+        weights = packed_weights(folder, files)
+    else:
+        weights = {
+            name: StoredWeight.dense(each) for name, each in stored_tensors(weight_files(folder, config)).items()
+        }
     model = _loaded(folder, config, dtype, weights, files)
     model.config.name_or_path = str(folder)
     # As the loader does for a folder.
-    if (folder / "generation_config.json").is_file():
+    if is_gguf(folder):
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    elif (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     else:
         model.generation_config = GenerationConfig.from_pretrained(folder, "config.json", _from_model_config=True)
@@ -259,7 +272,7 @@ def _loaded(
     folder: Path,
     config: PreTrainedConfig,
     dtype: torch.dtype | None,
-    weights: Mapping[str, StoredWeight],
+    weights: Mapping[str, StoredWeight | Tensor],
     files: WeightFiles,
 ) -> PreTrainedModel:
     """Return the model with deferred weights, except those that its class changes in place after loading."""
@@ -267,7 +280,9 @@ def _loaded(
     while True:
         known = len(changed)
         tensors = {
-            key: weight.read(files)
+            key: weight
+            if isinstance(weight, Tensor)
+            else weight.read(files)
             if key in changed
             else DeferredTensor(_Read(weight, files, partial(changed.add, key)), weight.like())
             for key, weight in weights.items()

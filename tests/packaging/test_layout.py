@@ -52,7 +52,8 @@ MEASURE = "measure"
 FRONT = {"cli", "__main__"}
 
 # What a model runs with: triton comes with torch where it runs; huggingface_hub and tokenizers with transformers.
-LIBRARIES = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub", "tokenizers", "triton"}
+# The package gguf is imported where a file of its kind is read, as transformers does.
+LIBRARIES = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub", "tokenizers", "triton", "gguf"}
 # Architectures whose names a source may hold without meaning them.
 ORDINARY_WORDS = {"beam", "git"}
 

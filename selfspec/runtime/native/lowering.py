@@ -148,6 +148,7 @@ class _Lowering:
             aten.mm.default: self._product_of_columns,
             torch.ops.selfspec.few_rows.default: partial(self._product, None),
             torch.ops.selfspec.rows_of_planes.default: self._rows_of_planes,
+            torch.ops.selfspec.rows_of_blocks.default: self._rows_of_blocks,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
             torch.ops.selfspec.through_copy.default: self._through_copy,
@@ -477,6 +478,11 @@ class _Lowering:
         *operands, size, _ = node.args
         ids, table, *planes = map(self._value, operands)
         return self._read_rows([PLANES, table.layout.shape[0]], size, ids, table.place, [each.place for each in planes])
+
+    def _rows_of_blocks(self, node: Any) -> Value:
+        *operands, number, size = node.args
+        ids, table = map(self._value, operands)
+        return self._read_rows([number, table.layout.shape[0]], size, ids, table.place, [NOWHERE] * 3)
 
     def _looked_up(self, of_table: Any, of_ids: Any) -> Value:
         of_ids, shift = self._shifted.get(of_ids, (of_ids, 0))

@@ -1,0 +1,122 @@
+"""Weights in the blocks of GGUF, the files of GGML: levels of 4 to 8 bits that share scales, as a file has them.
+
+A weight is what the package gguf makes of its block, in float32, to the last bit. In float32 a product by few rows is
+`selfspec.kernels.native.few_rows` by these weights, to the last bit too, without making them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from selfspec.errors import UnsupportedOptionError
+from selfspec.formats.format import Format
+from selfspec.formats.packed import Packed, PackedLinear, PackedWeight, fixed, some_rows
+from selfspec.kernels import native
+from selfspec.kernels.crossover import crossover
+from selfspec.kernels.native import BLOCKS
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types whose numbers lie by themselves."""
+
+DTYPES = (torch.float32, torch.float64)
+"""Dtypes that models in blocks compute in: others would round weights."""
+
+# Weights that are made floats at once where rows are many.
+_PANEL = 1 << 20
+
+
+class BlocksLinear(PackedLinear):
+    """Multiplies by a weight of a type of GGUF; `heads`: of rows that lie in pairs, which it puts in order."""
+
+    def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype, kind: str, heads: int) -> None:
+        super().__init__(packed, bias, dtype)
+        self.kind, blocks = kind, packed["blocks"]
+        if heads:
+            blocks = blocks.view(heads, -1, 2, blocks.shape[-1]).transpose(1, 2).reshape(blocks.shape)
+        self.blocks = fixed(blocks.view(PLAIN[kind]) if kind in PLAIN else blocks)
+
+    def product(self, states: Tensor) -> Tensor:
+        rows = states.numel() // self.in_features
+        most = crossover().rows(torch.float32, self.in_features) if self._is_native else 0
+        if self.dtype != torch.float32 or rows > most or torch.is_autocast_enabled("cpu"):
+            ids = torch.arange(self.out_features)
+            panels = some_rows(self.weight, _PANEL)
+            return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
+        if self.kind in PLAIN:
+            return native.few_at_a_time(lambda some: native.few_rows(some, self.blocks, None), states)
+        return native.few_at_a_time(lambda some: native.few_rows_in_blocks(some, self.blocks, self.kind), states)
+
+    def join(self) -> Tensor:
+        return self.rows_of(torch.arange(self.out_features))
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        if self.kind in PLAIN:
+            found = self.blocks[ids].float()
+        elif self._is_native:
+            found = native.rows_of_blocks(ids, self.blocks, self.kind, self.in_features)
+        else:
+            import gguf
+
+            blocks = self.blocks[ids.flatten()].numpy()
+            made = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.kind])
+            found = torch.from_numpy(made).view(*ids.shape, self.in_features)
+        if found.dtype == self.dtype:
+            return found
+        # As one operation also where a graph is made.
+        rounded: Tensor = torch.ops.aten._to_copy(found, dtype=self.dtype)
+        return rounded
+
+    @property
+    def _is_native(self) -> bool:
+        return native.available()
+
+
+@dataclass(frozen=True)
+class Gguf(Format):
+    """Reads the weights of a GGUF file.
+
+    Attributes:
+        kind: the file's type of a weight, such as "Q4_K".
+        heads: of a weight whose rows are units of heads, those rotated together side by side, as GGML has them;
+            modules of `transformers` have them half a head apart. 0: rows lie in order.
+    """
+
+    name = "gguf"
+    help = "weights as they lie in a GGUF file"
+    bits = 8
+    acceptance = 1.0
+    parts = ("blocks",)
+    fetched = ("blocks",)
+    layer: ClassVar[type[BlocksLinear]] = BlocksLinear
+    exact = True
+    copies = False
+    packs = False
+    program_products: ClassVar[dict[str, int]] = {
+        native.name_of_blocks(kind): each.number for kind, each in BLOCKS.items()
+    }
+
+    kind: str = "Q8_0"
+    heads: int = 0
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        *outputs, inputs = shape
+        if self.kind in PLAIN:
+            size = inputs * PLAIN[self.kind].itemsize
+        else:
+            size = inputs // BLOCKS[self.kind].weights * BLOCKS[self.kind].nbytes
+        return Packed(torch.Size(shape), {"blocks": torch.empty(*outputs, size, dtype=torch.uint8, device=device)})
+
+    def pack(self, weight: Tensor) -> Packed:
+        raise UnsupportedOptionError("weights are not packed in blocks of GGUF, only read from a file")
+
+    def takes(self, weight: Tensor) -> bool:
+        return False
+
+    def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+        return fixed(PackedWeight(BlocksLinear(packed, None, dtype, self.kind, self.heads), transposed))
