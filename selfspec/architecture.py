@@ -136,11 +136,14 @@ class Adapter:
         return self.layers.format(base=getattr(model, "base_model_prefix", "")).split(".")
 
     def base(self, model: PreTrainedModel) -> str:
-        """Return the attribute path to the part of a causal LM that holds its layers and all else except the head."""
+        """Return the attribute path to the part of a causal LM that holds its layers and all else except the head.
+
+        Empty: the layers lie beside the head, and no part runs without it.
+        """
         head, path = model.get_output_embeddings(), self.path(model)
         places = (".".join(path[:length]) for length in range(1, len(path)))
         # The model may hold a whole language model, with its head.
-        return next(place for place in places if head not in modules_in(model.get_submodule(place)))
+        return next((place for place in places if head not in modules_in(model.get_submodule(place))), "")
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that lacks a module or config value that this adapter names.

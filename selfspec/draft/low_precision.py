@@ -228,8 +228,8 @@ class LowPrecision(LayerPathDrafter):
         # Weights of a quantised file may still be computed in floating point.
         if getattr(model.config, "quantization_config", None) is not None:
             raise DraftConfigError(
-                f"{type(model).__name__} is quantised already, so a draft in fewer bits saves nothing; draft with "
-                "PromptLookup() or an exit, or load the checkpoint that it was quantised from"
+                f"{type(model).__name__} is quantised already, and copies in fewer bits are of dense weights; draft "
+                "with PromptLookup() or an exit, or load the checkpoint that it was quantised from"
             )
         raise no_substitutes(model, self.format)
 

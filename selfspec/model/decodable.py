@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
@@ -15,8 +16,9 @@ from selfspec.architecture import Adapter, modules_in
 from selfspec.cache.masks import unknown_layer_types
 from selfspec.compat import cache_argument
 from selfspec.errors import UnsupportedModelError
+from selfspec.formats.packed import PackedWeight
 from selfspec.model.registry import has_encoder
-from selfspec.model.view import has_other_forward, view_with
+from selfspec.model.view import has_other_forward, is_streamed, view_with
 
 _ATTENTION_KERNELS = ("eager", "sdpa")
 # Adapters of PEFT whose output for a token depends on more than the model's own inputs up to that token.
@@ -76,13 +78,18 @@ def _check_one_device(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 def _check_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Refuse a model whose output for a token differs between passes over one and over several tokens."""
-    rounding = next(filter(_rounds_over_the_pass, modules), None)
-    if rounding is not None:
-        name = next(name for name, module in model.named_modules() if module is rounding)
+    others: dict[tuple[Any, ...], nn.Module] = {}
+    for module in filter(_multiplies_otherwise, modules):
+        sizes = module.in_features, getattr(module, "out_features", None)
+        others.setdefault((type(module), type(getattr(module, "weight", None)), *sizes), module)
+    mixing = next((module for module in others.values() if _mixes_tokens(model, module)), None)
+    if mixing is not None:
+        name = next(name for name, module in model.named_modules() if module is mixing)
+        kind, over = type(mixing), type(getattr(mixing, "weight", None)).__name__
         raise UnsupportedModelError(
-            f"{name} is a {type(rounding).__module__}.{type(rounding).__qualname__}, which rounds activations by the "
-            "largest of all tokens in a pass, so that a draft changes the text; quantise the weights alone, or "
-            "activations with a scale for each token"
+            f"{name} is a {kind.__module__}.{kind.__qualname__} over a {over}, whose output for a token changes with "
+            "the others of a pass, as where activations are rounded by the largest of all, so that a draft changes the "
+            "text; quantise the weights alone, or activations with a scale for each token"
         )
     for config in getattr(model, "peft_config", {}).values():
         reason = _ADAPTERS.get(config.peft_type.value)
@@ -95,11 +102,30 @@ def _check_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _rounds_over_the_pass(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+def _multiplies_otherwise(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer in memory, and neither torch's own nor over weights of this package."""
+    if type(getattr(module, "in_features", None)) is not int or is_streamed(module):
         return False
-    # Weights in 16 bits take activations unchanged; weights in 8 bits take them in 8 bits.
-    return getattr(getattr(module, "_packed_params", None), "dtype", None) is not torch.float16
+    held = [*module.parameters(), *module.buffers()]
+    usual = type(module) is nn.Linear and type(module.weight) is nn.Parameter and not has_other_forward(module)
+    return not usual and not any(each.is_meta or isinstance(each, PackedWeight | DTensor) for each in held)
+
+
+# The size of a token beside another, whose values are about 1, and the least change of its output that is no rounding.
+_LARGE, _CHANGED = 4096.0, 0.01
+
+
+@torch.no_grad()
+def _mixes_tokens(model: Any, linear: Any) -> bool:
+    """Return whether the output of a linear layer for a token depends on the other token of a pass."""
+    drawn = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0))
+    token, other = drawn.to(next(model.parameters()).device, model.dtype)
+    try:
+        alike, beside = (linear.forward(torch.stack([token, each])[None])[0, 0] for each in (token, _LARGE * other))
+    # Libraries prepare some layers before the first pass of the whole model.
+    except Exception:
+        return False
+    return bool((alike - beside).abs().max() > _CHANGED * alike.abs().max())
 
 
 def _differs_in_training(module: nn.Module) -> bool:
@@ -169,12 +195,16 @@ def base_alone(model: nn.Module, base: str) -> bool:
     """Return whether a pass without logits may run `base` alone: around it is only code of `transformers` and torch."""
     path = base.split(".")
     around = [model.get_submodule(".".join(path[:length])) for length in range(len(path))]
-    return not any(GLOBAL_HOOKS) and not any(
-        has_hooks(module)
-        or has_other_forward(module)
-        or type(module).__call__ is not nn.Module.__call__
-        or not _is_published(type(module).forward)
-        for module in around
+    return (
+        bool(base)
+        and not any(GLOBAL_HOOKS)
+        and not any(
+            has_hooks(module)
+            or has_other_forward(module)
+            or type(module).__call__ is not nn.Module.__call__
+            or not _is_published(type(module).forward)
+            for module in around
+        )
     )
 
 

@@ -15,7 +15,7 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.cache.shared_layer import RecurrentLayer
 from selfspec.compat import cache_name
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import with_fewer_experts
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
@@ -117,7 +117,10 @@ class GatedModel:
 
 
 class FeatureTap:
-    """Makes a view of a model, `module`, that keeps states at `points`; `base` is the path to all but its head."""
+    """Makes a view of a model, `module`, that keeps states at `points`; `base` is the path to all but its head.
+
+    UnsupportedModelError: states after the final norm are wanted, and no part of the model returns them.
+    """
 
     def __init__(self, model: nn.Module, adapter: Adapter, base: str, points: Sequence[Point]) -> None:
         # The views refer to the dict and not to this object, to avoid a reference cycle.
@@ -130,6 +133,11 @@ class FeatureTap:
             layers[-1] = replaced(layers[-1], partial(output_kept, self._kept, "last", layers[-1]))
         self.module = view_with_layers(model, adapter.path(model), layers)
         if "normed" in points:
+            if not base:
+                raise UnsupportedModelError(
+                    f"this draft reads states after the final norm, and {type(model).__name__} has its layers beside "
+                    "the head: put all but the head in a module of their own, or draft with other states"
+                )
             whole = self.module.get_submodule(base)
             kept = replaced(whole, partial(output_kept, self._kept, "normed", whole))
             self.module = view_with_parts(self.module, {base: kept})

@@ -198,6 +198,8 @@ class WeightFiles:
 
     def __init__(self) -> None:
         self._opened: dict[Path, int] = {}
+        # Of each file when it was opened.
+        self._states: dict[Path, tuple[int, int]] = {}
         lack = lack_of_direct_reads()
         if lack is not None:
             raise UnsupportedOptionError(lack)
@@ -219,10 +221,15 @@ class WeightFiles:
                 if not read:
                     raise StorageError(f"{tensor.file} ends too early: was it changed? Copy it again, and load again")
                 done += read
+            changed = _state(opened) != self._states[tensor.file]
         except OSError as error:
             raise StorageError(
                 f"{tensor.file} cannot be read ({error.strerror}); see whether its disk is there, and load again"
             ) from error
+        if changed:
+            raise StorageError(
+                f"{tensor.file} was changed while weights were read from it; let it be, and load the checkpoint again"
+            )
 
     def mapped(self, tensor: StoredTensor) -> Tensor:
         """Return a tensor over its mapped file, whose pages are those of every process that maps it."""
@@ -243,7 +250,14 @@ class WeightFiles:
                 except OSError:
                     # Some file systems have no direct reads.
                     self._opened[file] = os.open(file, os.O_RDONLY)
+                self._states[file] = _state(self._opened[file])
             return self._opened[file]
+
+
+def _state(opened: int) -> tuple[int, int]:
+    """Return a file's size and the time of its last change, in nanoseconds."""
+    found = os.fstat(opened)
+    return found.st_size, found.st_mtime_ns
 
 
 def _up(size: int) -> int:

@@ -138,7 +138,8 @@ class ModelRunner:
         """Read prompts of one length, `[batch, tokens]`, into the empty cache; return the last logits of each."""
         with self._attending:
             logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._kept(1)).logits
-        return logits
+        # A model's own code may take the option and give all of them.
+        return logits[:, -1:]
 
     def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
         """Choose the slots for drafts that attend to `keys` keys, in rows where the choice is due.

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import selfspec
 from helpers import tiny
@@ -25,6 +27,7 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.summary import describe, describe_config
 from selfspec.model.decodable import check_decodable
+from selfspec.model.gated_view import FeatureTap
 from selfspec.model.registry import find_adapter
 
 
@@ -127,11 +130,33 @@ def quantised(model: PreTrainedModel, dtype: torch.dtype) -> Any:
 def test_dynamic_quantisation_to_8_bits_is_refused() -> None:
     model = tiny.llama(dtype=torch.float32)
     early = selfspec.wrap(model, selfspec.drafts.EarlyExit(2))
-    with pytest.raises(UnsupportedModelError, match=r"q_proj is a .*dynamic.*by the largest of all tokens in a pass"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj is a .*dynamic.*by the largest of all"):
         selfspec.wrap(quantised(model, torch.qint8), selfspec.drafts.EarlyExit(2))
     torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
     with pytest.raises(UnsupportedModelError, match=r"quantise the weights alone"):
         early.generate(tiny.prompt(PROMPT), **OPTIONS)
+
+
+class Rounding(nn.Linear):
+    """Rounds its inputs to 8 bits as libraries of quantised layers do, with one scale for these dimensions."""
+
+    over: tuple[int, ...] = (-1,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(self.over, keepdim=True) / 127
+        return super().forward((x / scale).round() * scale)
+
+
+@pytest.mark.parametrize(("over", "refused"), [((-1,), False), ((-1, -2), True), ((-1, -2, -3), True)])
+def test_layers_of_any_library_that_round_by_other_tokens_are_refused(over: tuple[int, ...], refused: bool) -> None:
+    model = tiny.llama(dtype=torch.float32)
+    linear = model.model.layers[1].mlp.down_proj
+    linear.__class__, linear.over = Rounding, over
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.down_proj is a .*Rounding.*of all"):
+            selfspec.wrap(model)
+    else:
+        assert_alike(selfspec.wrap(model, "exit:2", draft_length=3), inputs=tiny.prompt(PROMPT), **OPTIONS)
 
 
 def test_dynamic_quantisation_to_16_bits_is_decoded() -> None:
@@ -264,3 +289,60 @@ def test_a_call_checks_a_model_again_once_it_has_changed(
     change(llama)
     with pytest.raises(UnsupportedModelError):
         spec.generate(tiny.prompt(3), max_new_tokens=1)
+
+
+class Flat(LlamaForCausalLM):
+    """Has its layers beside the head, and gives all logits whatever it is asked for."""
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        super().__init__(whole.config)
+        inside, self.lm_head = whole.model, whole.lm_head
+        self.words, self.blocks, self.norm, self.rotary = (
+            inside.embed_tokens, inside.layers, inside.norm, inside.rotary_emb
+        )  # fmt: skip
+        del self.model
+
+    def get_input_embeddings(self) -> Any:
+        return self.words
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        cache: Any = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> Any:
+        states = self.words(input_ids)
+        if position_ids is None:
+            first = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(first, first + states.shape[1])[None]
+        mask = create_causal_mask(self.config, states, attention_mask, cache, position_ids)
+        turns = self.rotary(states, position_ids)
+        for block in self.blocks:
+            states = block(
+                states, attention_mask=mask, position_ids=position_ids, cache=cache, position_embeddings=turns
+            )
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(states)), cache=cache)
+
+
+@pytest.mark.parametrize("draft", [None, "exit:2", "skip:attn=1", "int8"])
+def test_layers_may_lie_beside_the_head(llama: PreTrainedModel, draft: str | None) -> None:
+    wanted = llama.generate(tiny.prompt(PROMPT), **OPTIONS)
+    spec = selfspec.wrap(
+        Flat(llama).double().eval(),
+        draft,
+        draft_length=2 if draft else None,
+        adapter=Adapter(("llama",), layers="blocks"),
+    )
+    assert torch.equal(spec.generate(tiny.prompt(PROMPT), **OPTIONS).sequences, wanted)
+
+
+def test_states_after_a_norm_beside_the_head_are_refused(llama: PreTrainedModel) -> None:
+    adapter = Adapter(("llama",), layers="blocks")
+    with pytest.raises(UnsupportedModelError, match=r"states after the final norm.*beside the head"):
+        FeatureTap(Flat(llama), adapter, adapter.base(Flat(llama)), ("normed",))
