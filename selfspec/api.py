@@ -39,8 +39,10 @@ from selfspec.decode.generation import (
 from selfspec.decode.options import check_not_dropped
 from selfspec.decode.output import GenerateOutput
 from selfspec.decode.request import Prepared, Request, prepared_request, read_request
-from selfspec.draft import Budget, Drafter
+from selfspec.draft import Budget, Cascade, Drafter
 from selfspec.draft.drafter import DraftMemory
+from selfspec.draft.predicted import Predicted
+from selfspec.draft.prediction import AnyPrediction
 from selfspec.draft.registry import AUTO, draft_name, parse_draft
 from selfspec.errors import (
     ClosedError,
@@ -291,6 +293,7 @@ class SelfSpeculative:
         seed: int | None = None,
         draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
+        prediction: AnyPrediction = None,
         **options: Any,
     ) -> GenerateOutput:
         """Generate text. Every argument of `model.generate` means what it means there.
@@ -305,6 +308,9 @@ class SelfSpeculative:
                 default generator, so `torch.manual_seed` works.
             draft_length: tokens drafted each round of this call, or a control.
             accept: the rule that judges drafts in this call.
+            prediction: what the new text is expected to be, such as a file before an edit: token ids, or a text, which
+                needs `tokenizer` too; for all prompts, or a list of one for each (None: none). Its tokens are drafted
+                ahead of all others where the text follows them, and change speed alone.
             **options: any other keyword of `model.generate`; unsupported ones are refused by name.
 
         Returns:
@@ -321,11 +327,10 @@ class SelfSpeculative:
             given = {"attention_mask": attention_mask, "generation_config": generation_config}
             options |= {name: value for name, value in given.items() if value is not None}
             begin = partial(self._begin, draft_length=draft_length, accept=accept)
-            return generate_in_pieces(
-                self.model, self.adapter, begin, seed, inputs if input_ids is None else input_ids, options
-            )
-        run = self._begin(self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept)
-        return run.finish()
+            inputs = inputs if input_ids is None else input_ids
+            return generate_in_pieces(self.model, self.adapter, begin, seed, inputs, options, prediction)
+        request = self._read(input_ids, attention_mask, generation_config, options, prediction)
+        return self._begin(request, seed, draft_length, accept).finish()
 
     def stream(
         self,
@@ -336,6 +341,7 @@ class SelfSpeculative:
         seed: int | None = None,
         draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
+        prediction: AnyPrediction = None,
         **options: Any,
     ) -> Generation:
         """Generate round by round: the result yields what each round commits. Arguments are as in `generate`.
@@ -349,9 +355,8 @@ class SelfSpeculative:
                 f"stream: the generate of {type(self.model).__name__} may read its input in pieces; call generate, or "
                 "pass decoder_input_ids to stream the text of one piece"
             )
-        return self._begin(
-            self._read(input_ids, attention_mask, generation_config, options), seed, draft_length, accept
-        )
+        request = self._read(input_ids, attention_mask, generation_config, options, prediction)
+        return self._begin(request, seed, draft_length, accept)
 
     def __call__(
         self,
@@ -364,6 +369,7 @@ class SelfSpeculative:
         seed: int | None = None,
         draft_length: int | Control | None = None,
         accept: str | Rule | None = None,
+        prediction: AnyPrediction = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | Tensor:
         """Serve `model.generate(..., custom_generate=spec)`, with the result that `transformers` would return.
@@ -378,7 +384,7 @@ class SelfSpeculative:
         prepared = Prepared(
             input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
         )
-        request = prepared_request(model, self.adapter, prepared, text_alone=self.limits is not None)
+        request = prepared_request(model, self.adapter, prepared, prediction, text_alone=self.limits is not None)
         return self._begin(request, seed, draft_length, accept).answer()
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -457,16 +463,16 @@ class SelfSpeculative:
                 f"the rule {self.rule!r} is not lossless, and rows are served with the model's own distribution; wrap "
                 "the model without accept=..., or with a rule that is lossless"
             )
-        drafting = {greedy: self._joining_draft(choice) for greedy, choice in self._choices.items()}
+        drafting = {greedy: self._joining_draft(self._predicting(choice)) for greedy, choice in self._choices.items()}
         return JoiningRows(self._target(), drafting, self.rule, self._follow_vocabulary)
 
     def _joining_draft(self, choice: DraftChoice) -> JoiningDraft:
         control = choice.control if self._draft_length is None else _control(self._draft_length)
         controller = self._controller(choice, control.begin_by_load)
-        if choice.draft is None:
-            return JoiningDraft(None, controller)
+        assert choice.draft is not None
         choice.draft.check_joining()
-        return JoiningDraft(choice.draft, controller, control.yields_to_load, choice.most_rows)
+        yields = control.yields_to_load and not isinstance(choice.draft, Predicted)
+        return JoiningDraft(choice.draft, controller, yields, choice.most_rows)
 
     def _check_rows_differ(self) -> None:
         if self.adapter.ragged == "none":
@@ -492,6 +498,7 @@ class SelfSpeculative:
         attention_mask: Tensor | None,
         generation_config: GenerationConfig | None,
         options: dict[str, Any],
+        prediction: AnyPrediction,
     ) -> Request:
         self._check_open()
         inputs = options.pop("inputs", None)
@@ -504,6 +511,7 @@ class SelfSpeculative:
             attention_mask,
             generation_config,
             options,
+            prediction,
             text_alone=self.limits is not None,
         )
 
@@ -519,6 +527,8 @@ class SelfSpeculative:
         self._follow_device()
         self._follow_vocabulary()
         choice = self._choices[request.sampling.greedy].in_batch(request.input_ids.shape[0])
+        if any(request.predictions):
+            choice = self._predicting(choice)
         choice = self._behind(choice, request.lengths)
         length = self._draft_length if draft_length is None else draft_length
         controller = self._controller(choice, (choice.control if length is None else _control(length)).begin)
@@ -540,6 +550,17 @@ class SelfSpeculative:
         rule = (self.rule if accept is None else find_rule(accept)) or default_rule(request.sampling.greedy)
         target = replace(self._target(), known=known)
         return Generation(target, request, draft=choice.draft, control=controller, rule=rule, seed=seed)
+
+    def _predicting(self, choice: DraftChoice) -> DraftChoice:
+        """Put predictions before the drafts of a choice."""
+        if choice.draft is not None:
+            return replace(choice, draft=Cascade(Predicted(), choice.draft))
+        return replace(choice, draft=Predicted(), costs=choice.costs or self._costs(0.0))
+
+    def _costs(self, draft: float) -> CostsOfReading:
+        """Estimate costs of rounds, by the cost of a draft step."""
+        assumed = Costs.assumed(draft, self.model.device, widening(self.model, self.adapter))
+        return CostsOfReading(assumed, bytes_read(self.model, self.adapter))
 
     def _target(self) -> Target:
         # The model may have been changed since it was wrapped.
@@ -612,11 +633,7 @@ class SelfSpeculative:
             return choice
         draft.check_model(self.model, self.adapter)
         draft.prepare(self.model, self.substitutes)
-        if choice.costs:
-            return choice
-        cost, wider = draft.cost(self.model, self.adapter), widening(self.model, self.adapter)
-        costs = Costs.assumed(cost, self.model.device, wider)
-        return replace(choice, costs=CostsOfReading(costs, bytes_read(self.model, self.adapter)))
+        return replace(choice, costs=choice.costs or self._costs(draft.cost(self.model, self.adapter)))
 
     def _behind(self, choice: DraftChoice, lengths: Sequence[int]) -> DraftChoice:
         """Return the choice; estimated costs become those of rounds that follow texts of these lengths."""

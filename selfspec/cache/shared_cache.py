@@ -195,13 +195,19 @@ class SharedCache(Cache):
         for layer in self._slotted:
             layer.show()
 
+    @property
+    def draft_slots(self) -> int:
+        """Most nodes that a draft may have: those with slots, or with states where layers keep some of each node."""
+        free = self.cursors.capacity - max(self.seq_lens, default=0) - 1
+        return free if self.rolls_back_by_cursor else self.cursors.slack
+
     def open(self, tree: Tree) -> None:
         """Give the block the nodes of a tree until the next commit; a later call may remove nodes, and add unread ones.
 
-        ValueError: it has more than `slack` nodes, or gives another parent to a node that a pass has already read.
+        ValueError: it has more than `draft_slots` nodes, or gives another parent to a node that a pass has read.
         """
-        if len(tree) > self.cursors.slack:
-            raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self.cursors.slack} slots for a draft")
+        if len(tree) > self.draft_slots:
+            raise ValueError(f"a tree of {len(tree)} nodes does not fit the {self.draft_slots} slots for a draft")
         read = min(self.cursors.read - 1, len(tree))
         if any(tree.parents[node] != self.cursors.parent(node) for node in range(read)):
             raise ValueError(f"passes have read {read} nodes of this block, which have other parents in {tree}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from selfspec.cli.generate import SamplingOptions
+from selfspec.cli.generate import SamplingOptions, read_text
 from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output, Template, read_template
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import console
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 _TELLING = 32
 _HELP = """\
-/reset       forget the conversation; the system message stays
-/save FILE   write the conversation to a JSON file
-/help        show these lines
-/quit        leave, as Ctrl-D does
+/reset         forget the conversation; the system message stays
+/save FILE     write the conversation to a JSON file
+/predict FILE  the next answer is expected to be this file, as before an edit, and comes sooner where it is
+/help          show these lines
+/quit          leave, as Ctrl-D does
 Ctrl-C ends an answer and keeps what was said of it.
 A message that begins with a slash is written with two: //etc"""
 
@@ -135,8 +136,10 @@ class _Session:
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset,
             "/save": self._save,
+            "/predict": self._predict,
             "/help": self._help,
         }
+        self._prediction: str | None = None
         self.turns: list[Answer] = []
 
     def run(self) -> SelfSpecError | None:
@@ -182,7 +185,7 @@ class _Session:
 
         try:
             with _on_interrupt(end):
-                turn = self._conversation.ask(text, seed)
+                turn = self._conversation.ask(text, seed, self._prediction)
                 for piece in turn:
                     self._say(piece)
                     if ended:
@@ -195,6 +198,7 @@ class _Session:
         if turn is None:
             self._note("ended before the answer began")
             return
+        self._prediction = None
         self._say(turn.close() + "\n")
         self.turns.append(_figures(turn))
         self._note(f"{self.turns[-1]}" + (f"; {failed}" if failed else ""))
@@ -214,6 +218,12 @@ class _Session:
         write_json(file, {"model": self._model, "messages": self._conversation.messages})
         self._saved.add(file.absolute())
         self._note(f"saved {len(self._conversation.messages)} messages to {file}")
+
+    def _predict(self, name: str) -> None:
+        if not name:
+            raise PromptError("/predict needs a file: /predict FILE")
+        self._prediction = read_text("/predict", Path(name).expanduser())
+        self._note(f"the next answer is expected to be {name}")
 
     def _help(self, _: str) -> None:
         self._note(_HELP)

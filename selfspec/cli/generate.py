@@ -120,6 +120,8 @@ class TextCounts:
     row_rounds: int
     new_tokens: int
     drafted: int
+    predicted: int
+    predicted_accepted: int
     judged: int
     accepted: int
     overlap: float
@@ -186,6 +188,12 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most N tokens.")] = 128,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File that the new text is expected to be, as before an edit; it drafts first."
+        ),
+    ] = None,
 ) -> Generated:
     """Continue a prompt: --prompt, --prompt-file or standard input.
 
@@ -193,6 +201,7 @@ def generate(
     used.
     """
     text = _read_prompt(prompt, prompt_file)
+    predicted = None if prediction is None else read_text("--prediction", prediction)
     if shown.show_drafts and shown.output == "text":
         require_colours(sys.stdout)
 
@@ -227,6 +236,7 @@ def generate(
         draft_length=control,
         accept=rule,
         tokenizer=checkpoint.tokenizer,
+        prediction=predicted,
         **options,
     )
     prompt_ids: list[int] = ids[0].tolist()
@@ -255,6 +265,7 @@ def generate(
         "sampling": asdict(sampling),
         "shaping": asdict(shaping),
         "accept": accept,
+        "prediction": None if prediction is None else str(prediction),
     }
     result = Generated(
         prompt=text,
@@ -299,6 +310,16 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
     if not found:
         raise PromptError(f"{source} is empty; give some text, or --prompt '' to start from the bos token alone")
     return found
+
+
+def read_text(name: str, file: Path) -> str:
+    """Read a text from the file that `name` says; raise a PromptError where that cannot be."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise PromptError(f"{name} {file} is not UTF-8 text ({error}); convert it first") from error
+    except OSError as error:
+        raise PromptError(f"{name} {file} cannot be read: {error.strerror or error}") from error
 
 
 def _show_rounds(

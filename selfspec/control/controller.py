@@ -16,6 +16,7 @@ from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.cascade import Gain
 from selfspec.draft.draft import Budget, Draft, RowVerdict
+from selfspec.draft.drafter import PREDICTED
 from selfspec.draft.rows_view import DraftController
 from selfspec.draft.tree_growth import largest_products
 from selfspec.errors import DraftConfigError
@@ -74,7 +75,7 @@ class Controller(DraftController):
         return True
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        return self._gain(match).promises_more(map(self._gain, behind))
+        return match == PREDICTED or self._gain(match).promises_more(map(self._gain, behind))
 
     def round_cost(self, steps: int, nodes: int) -> float:
         return 1.0
@@ -84,6 +85,9 @@ class Controller(DraftController):
 
     def look_up_length(self, share: float) -> int:
         return self.most.depth
+
+    def predicted_length(self, share: float, longest: int) -> int:
+        return min(self.most.depth, longest)
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         return True
@@ -112,7 +116,7 @@ class Controller(DraftController):
         return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)
 
     def _gain(self, match: int) -> LossBudget:
-        return self._gains.setdefault(min(match, LONG_MATCH), LossBudget())
+        return self._gains.setdefault(match if match == PREDICTED else min(match, LONG_MATCH), LossBudget())
 
 
 class Control(ABC):

@@ -22,7 +22,7 @@ from selfspec.control.controller import (
 )
 from selfspec.control.costs import Costs, CostsByRows, Prospects, RaggedCosts
 from selfspec.draft.draft import Budget, Draft, RowVerdict
-from selfspec.draft.drafter import MODEL
+from selfspec.draft.drafter import MODEL, PREDICTED
 from selfspec.draft.tree_growth import Confidences, Shape, largest_products, sizes_within
 
 # The share of a short text's plain steps that drafts may lose.
@@ -120,12 +120,15 @@ class CostAwareController(Controller):
         return super().budget(remaining, unfinished)
 
     def tries(self, match: int) -> bool:
+        if match == PREDICTED:
+            # A prediction that fails is drafted from ever more seldom.
+            return True
         loss_budget = self._gain(match)
         # Always ask: each loss budget counts how often it is asked.
         at_once = self._at_once if match else self._model_at_once
         opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
         # Together, all sources of drafts may lose no more plain steps than one source alone.
-        paid = sum(max(source.paid, 0.0) for source in self._gains.values())
+        paid = sum(max(source.paid, 0.0) for match, source in self._gains.items() if match != PREDICTED)
         return opens and (loss_budget.gains or paid <= may_lose(max(at_once, self._at_once), self._rounds))
 
     def round_cost(self, steps: int, nodes: int) -> float:
@@ -138,6 +141,9 @@ class CostAwareController(Controller):
 
     def look_up_length(self, share: float) -> int:
         return self._prospects.look_up_length(share)
+
+    def predicted_length(self, share: float, longest: int) -> int:
+        return self._prospects.predicted_length(share, longest)
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         if self._branches:

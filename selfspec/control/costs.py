@@ -167,6 +167,8 @@ _WORTH_TRYING = 1.02
 # Acceptance rate of a good draft, and the length beyond which it gains less than a billionth of a token.
 _GOOD = 0.85
 _LONG_DRAFT = 128
+# Acceptance rate of a token out of a prediction whose place is known.
+_PREDICTED = 0.97
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,15 @@ class Prospects:
             return self._longest
         best = max(self._lengths, key=lambda length: self._speed(0, length, share))
         return best if share == 1 or self._speed(0, best, share) > 1 else 0
+
+    def predicted_length(self, share: float, longest: int) -> int:
+        """Return how many tokens, up to `longest`, to draft out of predictions that this share of the rows has."""
+        if self._costs.rows == 1:
+            return longest
+        lengths = [longest >> halved for halved in range(max(longest, 1).bit_length())]
+        speeds = {length: self._speed(0, length, share, _PREDICTED) for length in lengths}
+        best = max(lengths, key=lambda length: speeds[length])
+        return best if speeds[best] > 1 else 0
 
     def _risk(self, steps: int) -> float:
         pays = any(self._speed(steps, length) > 1 for length in self._lengths)

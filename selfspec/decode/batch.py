@@ -16,6 +16,7 @@ from selfspec.decode.noise import Noise, Purpose
 from selfspec.device import to_device
 from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.prediction import Prediction
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.model.gated_view import Point
 from selfspec.runtime.graph_cache import GraphCache
@@ -102,6 +103,10 @@ class Batch:
         source = self.cache.source
         return [] if source is None or source.text is None else source.text[self.running.index(row)]
 
+    def prediction(self, row: int) -> Prediction | None:
+        group, own = self._rows[row]
+        return group.predictions[own] if group.predictions else None
+
     def text_length(self, row: int) -> int:
         group, own = self._rows[row]
         return group.sequences.text_length(own)
@@ -141,6 +146,10 @@ class Batch:
         left = [self.remaining(row) - 1 for row in self.running]
         each = zip(self.running, draft.row_lengths or whole, left, strict=True)
         return [min(length, rest) if row in self.unfinished else draft.tree.depth for row, length, rest in each]
+
+    @property
+    def draft_slots(self) -> int:
+        return self.cache.draft_slots
 
     def no_draft(self) -> Draft:
         return Draft.chain(self.last_tokens[:, :0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import currentframe
 from typing import Any, cast
 
@@ -47,6 +47,7 @@ from selfspec.decode.output import (
 from selfspec.decode.request import Prepared, Request, prepared_request
 from selfspec.decode.stopping import Sequences
 from selfspec.draft import Drafter
+from selfspec.draft.prediction import AnyPrediction, read_predictions
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedOptionError
 from selfspec.model.identity import weight_of
 from selfspec.model.registry import has_encoder
@@ -107,6 +108,7 @@ class Generation(Iterator[Round]):
             sampling=request.sampling.coupled() if rule.couples else request.sampling,
             stopping=request.stopping,
             noise=Noise(seed, range(rows), device),
+            predictions=request.predictions,
             records=ScoreRecords(
                 scores=ScoreRecord(request.pad) if request.scores else None,
                 logits=ScoreRecord(request.pad) if request.logits else None,
@@ -326,6 +328,7 @@ def generate_in_pieces(
     seed: int | None,
     inputs: Tensor | None,
     options: Mapping[str, Any],
+    prediction: AnyPrediction = None,
 ) -> GenerateOutput:
     """Run a model's own `generate` of `inputs` or options, with selfspec's decoding in each call of the common one.
 
@@ -335,6 +338,9 @@ def generate_in_pieces(
     if options.get("output_attentions"):
         raise unsupported("output_attentions")
     parts: list[Generation] = []
+    # The text goes on in the same prediction from piece to piece.
+    readable, tokenizer = weight_of(model.get_input_embeddings()).shape[0], options.get("tokenizer")
+    predictions = [] if prediction is None else read_predictions(prediction, 1, 1, readable, tokenizer)
 
     def decode(
         asking: PreTrainedModel,
@@ -350,6 +356,11 @@ def generate_in_pieces(
             input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, model_kwargs
         )
         request = prepared_request(asking, adapter, prepared)
+        if predictions and len(request.lengths) > 1:
+            raise UnsupportedOptionError(
+                f"prediction: the generate of {type(model).__name__} reads several rows in pieces of its own; pass one"
+            )
+        request = replace(request, predictions=predictions)
         own_seed = None if seed is None else (seed + len(parts) * _APART + 2**63) % 2**64 - 2**63
         parts.append(begin(request, own_seed))
         return parts[-1].answer()

@@ -20,6 +20,7 @@ from selfspec.decode.processors import Processing, SequentialProcessing, Suppres
 from selfspec.decode.stopping import Prefixes, Sequences, Stopping
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft
+from selfspec.draft.prediction import Prediction
 from selfspec.runtime.request import Choice
 
 
@@ -74,6 +75,7 @@ class Group:
     stopping: Stopping  # where rows end, or must be read again with other rotary tables
     noise: Noise  # noise of the rows; while they run, the batch's noise is ahead of it
     records: ScoreRecords = field(default_factory=ScoreRecords)
+    predictions: Sequence[Prediction | None] = ()  # of the rows' new texts; empty: none
     kind: Hashable = None  # equal for groups whose processors read scores alone and do the same
     isolated: bool = False  # True if an error of a processor or criterion ends these rows alone instead of being raised
     whole: Stopping | None = None  # where rows end that may be read again; None: as `stopping`

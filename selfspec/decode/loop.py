@@ -113,6 +113,8 @@ def rounds(
 ) -> Generator[Round, None, None]:
     """Generate and yield each round; complete `stats` and fill `past`, if given, even if the caller stops early."""
     clock = PhaseClock(batch.last_tokens.device)
+    # Pieces of one text share a prediction.
+    predicted = _predicted(request)
     try:
         with clock.phase("prefill"):
             prefill(batch, request, proposer)
@@ -131,11 +133,19 @@ def rounds(
         if past is not None:
             _fill(past, batch, request)
     finally:
+        accepted, rejected = (now - then for now, then in zip(_predicted(request), predicted, strict=True))
+        stats.predicted, stats.predicted_accepted = accepted + rejected, accepted
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes
         stats.draft_bytes = 0 if proposer is None else proposer.nbytes
         stats.seconds = clock.seconds()
         batch.runner.end()
+
+
+def _predicted(request: Request) -> tuple[int, int]:
+    """Count the accepted and rejected draft tokens out of predictions."""
+    predictions = [each for each in request.predictions if each is not None]
+    return sum(each.accepted for each in predictions), sum(each.rejected for each in predictions)
 
 
 def _fill(past: Cache, batch: Batch, request: Request) -> None:

@@ -151,6 +151,8 @@ class Stats:
         drafted: draft tokens of unfinished rows, judged or not.
         judged: draft tokens that the target judged, siblings as one: none after a rejected one, the row's end or a cut.
         accepted: draft tokens committed.
+        predicted: draft tokens out of predictions, committed or rejected.
+        predicted_accepted: those of them committed.
         overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_depth: `judged` by depth in the draft, first token first.
         accepted_per_depth: `accepted` by depth in the draft.
@@ -164,6 +166,8 @@ class Stats:
     row_rounds: int = 0
     new_tokens: int = 0
     drafted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
     overlap: float = 0.0
     judged_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
@@ -235,7 +239,7 @@ class Stats:
         return {**asdict(self), **derived}
 
 
-_SUMMED = ("rounds", "row_rounds", "new_tokens", "drafted", "overlap")
+_SUMMED = ("rounds", "row_rounds", "new_tokens", "drafted", "predicted", "predicted_accepted", "overlap")
 _PER_DEPTH = ("judged_per_depth", "accepted_per_depth")
 _MOST = ("cache_bytes", "substitute_bytes", "draft_bytes")
 

@@ -6,7 +6,7 @@ The call goes through `model.generate` with a `custom_generate` that stores its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +53,7 @@ from selfspec.decode.options import (
 )
 from selfspec.decode.processors import read_processing, widened
 from selfspec.decode.stopping import Stopping, read_stopping
+from selfspec.draft.prediction import AnyPrediction, Prediction, read_predictions
 from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.positions import tables_change
@@ -81,6 +82,7 @@ class Request:
     anew: bool = False  # True if the tokens of `past` are read again, since other rotary tables apply to them now
     source: Source | None = None
     aligns: PreTrainedModel | None = None  # gives cross-attentions for timestamps of tokens; None: not asked for
+    predictions: Sequence[Prediction | None] = ()  # of the rows' new texts; empty: none
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -119,6 +121,7 @@ def read_request(
     attention_mask: Tensor | None,
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
+    prediction: AnyPrediction = None,
     *,
     text_alone: bool = False,
 ) -> Request:
@@ -221,7 +224,7 @@ def read_request(
         others = {"streamer": streamer, "tokenizer": tokenizer, "token_healing": False, "num_return_sequences": 1}
         mask = mask[:, -healed.shape[1] :]
         again = {**options, **others}
-        return read_request(model, adapter, healed, mask, generation_config, again, text_alone=text_alone)
+        return read_request(model, adapter, healed, mask, generation_config, again, prediction, text_alone=text_alone)
     if not masks and not encodes and isinstance(inferred, Tensor) and bool((inferred.diff(dim=1) < 0).any()):
         raise PromptError(
             "the padding token is within the text, and without a mask `transformers` takes it for padding there: pass "
@@ -233,7 +236,9 @@ def read_request(
     prepared = replace(prepared, model_kwargs={**prepared.model_kwargs, **repeated})
     if encodes:
         prepared = replace(prepared, input_ids=checked_ids(model, prepared.input_ids))
-    request = _request(model, adapter, prepared, text_alone=text_alone)
+    request = _predicting(
+        _request(model, adapter, prepared, text_alone=text_alone), model, prepared, prediction, tokenizer
+    )
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -312,7 +317,12 @@ def _healed(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokenizer: PreTra
 
 
 def prepared_request(
-    model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, text_alone: bool = False
+    model: PreTrainedModel,
+    adapter: Adapter,
+    prepared: Prepared,
+    prediction: AnyPrediction = None,
+    *,
+    text_alone: bool = False,
 ) -> Request:
     """Check what `transformers` hands to a `custom_generate` callable, and return it as a `Request`."""
     check_callables("logits_processor", prepared.logits_processor)
@@ -321,7 +331,23 @@ def prepared_request(
     check_values(lambda name: getattr(config, name, None), _scope(model, ids))
     if ids.numel() or prepared.model_kwargs.get("inputs_embeds") is None or has_encoder(model):
         prepared = replace(prepared, input_ids=checked_ids(model, ids))
-    return _request(model, adapter, prepared, text_alone=text_alone)
+    request = _request(model, adapter, prepared, text_alone=text_alone)
+    return _predicting(request, model, prepared, prediction, None)
+
+
+def _predicting(
+    request: Request,
+    model: PreTrainedModel,
+    prepared: Prepared,
+    prediction: AnyPrediction,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Request:
+    """Return a request with predictions of its rows; those of a prompt are alike."""
+    if prediction is None:
+        return request
+    repeated, rows = prepared.generation_config.num_return_sequences or 1, len(request.lengths)
+    readable = weight_of(model.get_input_embeddings()).shape[0]
+    return replace(request, predictions=read_predictions(prediction, rows // repeated, repeated, readable, tokenizer))
 
 
 def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, text_alone: bool) -> Request:

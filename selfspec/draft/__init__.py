@@ -17,6 +17,7 @@ from selfspec.draft.less_of_cache import CacheInBits, CacheWindow, TopOfCache
 from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.path_choice import ChosenExit, ChosenSkips
+from selfspec.draft.predicted import Predicted
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.rows_view import RowsView, chains
@@ -46,6 +47,7 @@ __all__ = [
     "MultiTokenPrediction",
     "Offer",
     "ParallelEagle",
+    "Predicted",
     "PromptLookup",
     "Proposer",
     "QueriesAssistant",

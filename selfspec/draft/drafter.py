@@ -26,6 +26,9 @@ GROUP = "selfspec.drafts"
 MODEL = 0
 """The match length of drafts for which a model ran."""
 
+PREDICTED = 1 << 10
+"""The match length of drafts out of predictions, which go ahead of all others."""
+
 _Kind = TypeVar("_Kind")
 
 

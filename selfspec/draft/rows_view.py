@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.prediction import Prediction
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import Draws
@@ -53,6 +54,9 @@ class DraftController(Protocol):
 
     def look_up_length(self, share: float) -> int:
         """Return the most tokens worth looking up if this share of the pacing rows has a match; 0: none."""
+
+    def predicted_length(self, share: float, longest: int) -> int:
+        """Return the same for drafts of up to `longest` tokens out of predictions."""
 
     def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
         """Return whether to draft another token, or another level of a tree, after the last token.
@@ -94,6 +98,9 @@ class RowsView(Protocol):
 
     def source(self, row: int) -> list[int]:
         """Return the tokens that an encoder read for a row, if its vocabulary is the text's; else none."""
+
+    def prediction(self, row: int) -> Prediction | None:
+        """Return what the caller predicts of a row's new text."""
 
     def text_length(self, row: int) -> int:
         """Count a row's prompt and committed tokens."""
@@ -141,6 +148,10 @@ class RowsView(Protocol):
 
     def no_draft(self) -> Draft:
         """Return a draft without tokens."""
+
+    @property
+    def draft_slots(self) -> int:
+        """Most nodes of a draft that the cache has slots for, which may be more than the budget has."""
 
     def open_block(self, tree: Tree) -> None:
         """Make room in the shared cache for a draft of this shape, before its first pass."""

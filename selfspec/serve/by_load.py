@@ -134,30 +134,44 @@ class LoadGate:
 
 
 # Decisions about a draft, once the round may have one.
-_LEFT_TO_INNER = ("tries", "prefers", "price", "round_cost", "shape", "look_up_length", "goes_on", "learn_prompt")
+_LEFT_TO_INNER = (
+    "tries",
+    "prefers",
+    "price",
+    "round_cost",
+    "shape",
+    "look_up_length",
+    "predicted_length",
+    "goes_on",
+    "learn_prompt",
+)
 
 
 class ControllerByLoad(Controller):
-    """Decides for batches whose rows come and go, of up to `most_rows`: `gate` whether to draft, `inner` how long."""
+    """Decides for batches whose rows come and go, of up to `most_rows`: `gate` whether to draft, `inner` how long.
+
+    While it `predicts`, since a row has a prediction, neither stops drafts.
+    """
 
     def __init__(self, inner: Controller, gate: LoadGate | None = None, most_rows: int | None = None) -> None:
         super().__init__(inner.most)
         self._inner = inner
         self._gate = gate
         self.most_rows = most_rows
-        self._opened = False
+        self._opened = self.predicts = False
         for name in _LEFT_TO_INNER:
             setattr(self, name, getattr(inner, name))
 
     def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
         rows = len(unfinished)
         within = self.most_rows is None or rows <= self.most_rows
-        self._opened = within and (self._gate is None or self._gate.opens(rows))
+        self._opened = self.predicts or (within and (self._gate is None or self._gate.opens(rows)))
         return self._inner.budget(remaining, unfinished) if self._opened else Budget.chain(0)
 
     def timed(self, rows: int, tokens: int, seconds: float) -> None:
         """Count the last budget's round: its seconds, and the tokens that its rows committed."""
-        if self._gate is not None and (self.most_rows is None or rows <= self.most_rows):
+        within = self.most_rows is None or rows <= self.most_rows
+        if self._gate is not None and within and not self.predicts:
             self._gate.count(rows, self._opened, tokens, seconds)
 
     def keeps_lockstep(self) -> bool:

@@ -42,12 +42,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of an answer, drafted and accepted ones, and those of its prompt that a kept cache held."""
+    """Tokens of an answer, drafted and accepted ones, and those of its prompt that a kept cache held.
+
+    Of the draft tokens out of its prediction, `predicted` were accepted and `mispredicted` rejected.
+    """
 
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     cached: int = 0
+    predicted: int = 0
+    mispredicted: int = 0
 
 
 class Choice:
@@ -104,6 +109,8 @@ class Choice:
             now.drafted + committed.drafted,
             now.accepted + min(committed.accepted, count),
             committed.cached,
+            min(committed.predicted, now.tokens + count),
+            committed.mispredicted,
         )
         return self._piece(text, "stop" if self._stops.found else None)
 

@@ -66,8 +66,10 @@ class Conversation:
             self.messages.append({"role": "system", "content": self._system})
         self._read = _Read()
 
-    def ask(self, text: str, seed: int | None = None) -> ChatTurn:
+    def ask(self, text: str, seed: int | None = None, prediction: str | None = None) -> ChatTurn:
         """Begin the turn that answers a message: iterate over it for the text, then `close` it. One at a time.
+
+        The answer comes sooner where it is as the `prediction` says.
 
         Raises:
             PromptError: the template refuses the message, or the context has no room for an answer.
@@ -90,6 +92,8 @@ class Conversation:
             cache=self._read.cache,
             seed=seed,
             max_new_tokens=min(self._max_new_tokens, room),
+            tokenizer=self._tokenizer,
+            prediction=prediction,
             **self._options,
         )
         stream = TextStream(self._tokenizer, prompt)

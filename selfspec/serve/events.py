@@ -26,6 +26,8 @@ class Committed:
         drafted: draft tokens that were proposed to the row in this round.
         accepted: how many of them are among `tokens`.
         cached: tokens of the prompt that were not read, because a kept cache held them.
+        predicted: draft tokens out of the request's prediction that were accepted so far.
+        mispredicted: those that were rejected so far.
     """
 
     tokens: tuple[int, ...]
@@ -33,6 +35,8 @@ class Committed:
     drafted: int
     accepted: int
     cached: int = 0
+    predicted: int = 0
+    mispredicted: int = 0
 
 
 @dataclass(frozen=True)

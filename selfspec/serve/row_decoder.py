@@ -88,7 +88,13 @@ class RowDecoder:
         self.plain_rounds = 0
 
     def row(
-        self, input_ids: tuple[int, ...], options: Mapping[str, Any], seed: int | None, kind: Hashable, top: int | None
+        self,
+        input_ids: tuple[int, ...],
+        options: Mapping[str, Any],
+        seed: int | None,
+        kind: Hashable,
+        top: int | None,
+        prediction: tuple[int, ...] | None = None,
     ) -> Group:
         """Check a request as `generate` does, and make a group of one row, from any thread.
 
@@ -104,6 +110,7 @@ class RowDecoder:
             torch.ones_like(ids),
             None,
             {"pad_token_id": 0, **options},
+            prediction,
             text_alone=True,
         )
         couples = seed is not None or (self._rule is not None and self._rule.couples)
@@ -115,6 +122,7 @@ class RowDecoder:
             noise=noise,
             records=RowRecords(logprobs=None if top is None else LogprobRecord(top)),
             kind=kind,
+            predictions=request.predictions,
             isolated=True,
             whole=request.stopping,
         )
@@ -196,6 +204,7 @@ class RowDecoder:
         greedy = sum(group.sampling.greedy for group in batch.groups)
         drafting = self._drafting[2 * greedy >= len(batch.groups)]
         batch.controller = drafting.controller
+        drafting.controller.predicts = any(any(group.predictions) for group in batch.groups)
         rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
         drafted, began = self.stats.drafted, time.perf_counter()
         proposer = None if drafting.drafter is None else batch.proposers[id(drafting.drafter)]

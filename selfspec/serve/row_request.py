@@ -66,6 +66,8 @@ class RowRequest:
         logprobs: how many of the likeliest tokens at each place are reported with their log-probabilities, beside the
             chosen one; None: nothing is.
         min_new_tokens: before which no token of `eos` is chosen.
+        prediction: token ids that the new text is expected to be, which are drafted ahead of all other drafts; they
+            change speed alone. None: nothing is predicted.
     """
 
     input_ids: tuple[int, ...]
@@ -74,6 +76,7 @@ class RowRequest:
     eos: frozenset[int] | None = None
     logprobs: int | None = None
     min_new_tokens: int = 0
+    prediction: tuple[int, ...] | None = None
 
 
 def read_row(decoder: RowDecoder, request: RowRequest) -> Group:
@@ -92,9 +95,13 @@ def read_row(decoder: RowDecoder, request: RowRequest) -> Group:
             f"sampling must be a SamplingParams, got {shown(request.sampling)}; write SamplingParams(temperature=0.7)"
         )
     _check(request, decoder.vocabulary)
-    sampling = request.sampling
     return decoder.row(
-        tuple(map(int, request.input_ids)), _options(request), sampling.seed, _kind(request), request.logprobs
+        tuple(map(int, request.input_ids)),
+        _options(request),
+        request.sampling.seed,
+        _kind(request),
+        request.logprobs,
+        request.prediction,
     )
 
 

@@ -371,7 +371,9 @@ class Scheduler:
             return "error", _failed("its log-probabilities could not be told", error)
         if row.tokens:
             entry.told += len(row.tokens)
-            self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted, entry.cached))
+            told = next((each for each in entry.row.predictions if each is not None), None)
+            counts = (0, 0) if told is None else (told.accepted, told.rejected)
+            self._deliver(entry, Committed(row.tokens, logprobs, len(row.draft), row.accepted, entry.cached, *counts))
         return None if 0 in entry.row.unfinished or self._decoder.goes_on(entry.row) else _end_of(entry.row)
 
     def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:

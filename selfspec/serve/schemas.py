@@ -180,6 +180,30 @@ def _check_unicode(fields: Any) -> None:
             raise ApiError(400, f"{name}: it is no Unicode text", name) from error
 
 
+def in_one_piece(content: Any) -> str:
+    """Return a content in one piece: of a text, of parts with texts, or of nothing."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+class TextPart(Strict):
+    """A piece of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    """What an answer is expected to be, such as a file before an edit: a draft of it."""
+
+    type: Literal["content"]
+    content: str | Many[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        return in_one_piece(self.content)
+
+
 class GenerationFields(Strict):
     """What both kinds of request may say."""
 
@@ -194,6 +218,7 @@ class GenerationFields(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # As other servers of this kind take them, beside what OpenAI's API has.
@@ -244,13 +269,6 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-class TextPart(Strict):
-    """A piece of a message's text."""
-
-    type: Literal["text"]
-    text: str
-
-
 class CalledFunction(Strict):
     """A function that the model called."""
 
@@ -284,7 +302,7 @@ class Message(Strict):
     @property
     def text(self) -> str:
         """The content in one piece."""
-        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        return in_one_piece(self.content)
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:

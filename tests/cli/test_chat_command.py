@@ -55,6 +55,15 @@ def test_json_says_all(invoke: Invoke, folder: str, template: str) -> None:
     assert first["kept_tokens"] == 0 < second["kept_tokens"] < second["prompt_tokens"]
 
 
+def test_an_answer_is_predicted(invoke: Invoke, folder: str, template: str, tmp_path: Path) -> None:
+    options, edited = ("--draft", "none", "--temperature", "0", "--output", "json"), tmp_path / "edited.txt"
+    plain = json.loads(invoke(*words(folder, template, *options), stdin=ASKED).stdout)
+    edited.write_text(plain["messages"][1]["content"].strip(), encoding="utf-8")
+    found = json.loads(invoke(*words(folder, template, *options), stdin=f"/predict {edited}\n".encode() + ASKED).stdout)
+    assert found["messages"] == plain["messages"]
+    assert found["turns"][0]["accepted"] > 8 > found["turns"][1]["accepted"]
+
+
 def test_what_was_read_and_said_is_kept(said: Said, tmp_path: Path) -> None:
     """Where a text is cut into the tokens that the model wrote, as behind a line break."""
     template = written(tmp_path, PLAIN.replace("assistant:", "assistant:\n").replace("}}: {{", "}}:\n{{"))

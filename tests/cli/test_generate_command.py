@@ -54,6 +54,16 @@ def test_prints_the_continuation_and_a_line_break(invoke: Invoke, folder: str, e
     assert (ending.status, ending.stdout, ending.stderr) == (0, expected_text + "\n", "")
 
 
+def test_a_prediction_drafts(invoke: Invoke, folder: str, expected_text: str, tmp_path: Path) -> None:
+    edited = tmp_path / "edited.txt"
+    edited.write_text(expected_text.removeprefix(" ").replace(" was ", " is "), encoding="utf-8")
+    found = json.loads(invoke(*words(folder, "--prediction", str(edited), "--output", "json")).stdout)
+    assert found["text"] == expected_text
+    assert 0 < found["stats"]["predicted_accepted"] <= found["stats"]["predicted"]
+    ending = invoke(*words(folder, "--prediction", str(tmp_path / "none")))
+    assert (ending.status, "cannot be read" in ending.stderr) == (2, True)
+
+
 def test_json_says_all(invoke: Invoke, folder: str, expected: list[int], expected_text: str) -> None:
     ending = invoke(*words(folder, "--draft", "exit:4", "--draft-length", "3", "--output", "json"))
     found = json.loads(ending.stdout)

@@ -84,9 +84,11 @@ def test_openai_completes_and_chats(server: Running, client: OpenAI) -> None:
     assert client.models.retrieve(NAME).id == NAME
     answer = client.chat.completions.create(model=NAME, messages=SAID, max_tokens=12, temperature=0)
     assert answer.choices[0].message.content == expected(server)
-    # Of a text of this length it repeats some.
-    long = client.chat.completions.create(model=NAME, messages=SAID, max_tokens=200, temperature=0)
-    assert long.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    long = expected(server, 60)
+    edited: Any = {"type": "content", "content": [{"type": "text", "text": long.replace(" the ", " a ", 1)}]}
+    again = client.chat.completions.create(model=NAME, messages=SAID, max_tokens=60, temperature=0, prediction=edited)
+    assert again.choices[0].message.content == long
+    assert again.usage.completion_tokens_details.accepted_prediction_tokens > 20
     text = client.completions.create(model=NAME, prompt="Once upon", max_tokens=8, temperature=0, logprobs=2, n=2)
     assert len(text.choices) == 2
     assert len(text.choices[0].logprobs.token_logprobs) == 8

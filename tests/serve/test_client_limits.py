@@ -427,10 +427,11 @@ def test_metrics_count_what_was_done(server: Running) -> None:
     assert more("vllm:inter_token_latency_seconds_count") >= 12
     assert more("vllm:request_success_total{'finished_reason': 'length'}") == 2
     details = usage["completion_tokens_details"]
-    assert 0 < details["accepted_prediction_tokens"] <= usage["completion_tokens"] == 24
+    assert 0 < details["accepted_draft_tokens"] <= usage["completion_tokens"] == 24
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
     assert usage["total_tokens"] == usage["prompt_tokens"] + 24
     assert usage["prompt_tokens"] == len(server.tokenizer("Once upon").input_ids)
-    assert more("vllm:spec_decode_num_accepted_tokens_total") == details["accepted_prediction_tokens"]
+    assert more("vllm:spec_decode_num_accepted_tokens_total") == details["accepted_draft_tokens"]
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["process_resident_memory_bytes"] > 10**7
 

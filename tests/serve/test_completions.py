@@ -425,3 +425,22 @@ def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.Data
     for piece in pieces:
         sent += piece.text
         assert all(each.offset + len(each.text) <= len(sent) for each in piece.scored)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_predicted_answer_is_the_same(server: Running, stream: bool) -> None:
+    plain = server.chat(max_tokens=60, temperature=0).body["choices"][0]["message"]["content"]
+    edited = {"type": "content", "content": plain.replace(" the ", " a ", 1) + " The end."}
+    asked: dict[str, Any] = {"prediction": edited, "max_tokens": 60, "temperature": 0, "stream": stream}
+    reply = server.chat(**asked, **({"stream_options": {"include_usage": True}} if stream else {}))
+    body = reply.events[-1] if stream else reply.body
+    if stream:
+        pieces = [event["choices"][0]["delta"].get("content", "") for event in reply.events[:-1]]
+        assert "".join(pieces) == plain
+    else:
+        assert body["choices"][0]["message"]["content"] == plain
+    details = body["usage"]["completion_tokens_details"]
+    assert 30 < details["accepted_prediction_tokens"] <= details["accepted_draft_tokens"] <= 60
+    assert details["rejected_prediction_tokens"] > 0
+    refused = server.chat(prediction={"type": "content", "content": 5})
+    assert (refused.status, refused.body["error"]["param"]) == (400, "prediction")

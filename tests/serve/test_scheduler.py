@@ -484,3 +484,21 @@ def test_rows_that_come_and_go_are_judged_by_what_they_gain_on_average() -> None
             each.budget(50, [True] * 4)
             each.learn(draft, outcomes)
     assert controller._model.rate > 1.5 > together._model.rate  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["exit", "none"])
+def test_predictions_draft_at_any_load_and_change_no_row(model: PreTrainedModel, name: str) -> None:
+    rows = [replace(asked(4, 40, number), sampling=replace(GREEDY, seed=number)) for number in range(3)]
+    texts = [tuple(alone(model, Asked(row))) for row in rows]
+    predicted = [replace(row, prediction=(*text[:9], 3, 3, *text[11:])) for row, text in zip(rows, texts, strict=True)]
+    engine = Stepped(selfspec.wrap(model, DRAFTS[name]), 3)
+    plain = [engine.submit(row) for row in rows]
+    engine.run()
+    before = engine.scheduler.stats().rounds
+    seen = [engine.submit(row) for row in (*predicted[:2], rows[2])]
+    engine.run()
+    assert [tuple(each.tokens) for each in (*plain, *seen)] == texts * 2
+    last = [event for event in seen[0].events if isinstance(event, Committed)][-1]
+    assert last.predicted > 20
+    assert 0 < last.mispredicted < 30
+    assert engine.scheduler.stats().rounds - before < before

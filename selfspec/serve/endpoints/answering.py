@@ -149,16 +149,26 @@ async def row_requests(served: Served, http: Request, request: GenerationFields,
     if (request.min_tokens or 0) > min(longest):
         raise ApiError(400, f"min_tokens: there is room for {min(longest)} new tokens", "min_tokens")
     grammar = None if work.wanted is None else await _unless_gone(http, _compiled(served, work.wanted))
+    predicted = await served.read(lambda: _predicted(served, request))
 
     def rows() -> list[RowRequest]:
         ends, least = _end_tokens(served, request), request.min_tokens or 0
         return [
-            RowRequest(prompt, most, _sampling(served, request, grammar, index), ends, work.logprobs, least)
+            RowRequest(prompt, most, _sampling(served, request, grammar, index), ends, work.logprobs, least, predicted)
             for prompt, most in zip(prompts, longest, strict=True)
             for index in range(request.n or 1)
         ]
 
     return await served.submit(rows)
+
+
+def _predicted(served: Served, request: GenerationFields) -> tuple[int, ...] | None:
+    """Return the tokens that the answer is predicted to be."""
+    if request.prediction is None:
+        return None
+    text = request.prediction.text
+    served.check_text(text, "prediction")
+    return tuple(served.tokenizer(text, add_special_tokens=False).input_ids)
 
 
 async def _compiled(served: Served, wanted: Wanted) -> Grammar:
@@ -343,15 +353,17 @@ def event(content: Body, name: str | None = None) -> str:
 
 
 def usage(prompt_tokens: int, counts: Counts) -> Body:
-    """Say what a request took. Draft tokens are counted as OpenAI counts those of predicted outputs."""
+    """Say what a request took; the draft tokens of all sources have names of their own."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": counts.tokens,
         "total_tokens": prompt_tokens + counts.tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": counts.accepted,
-            "rejected_prediction_tokens": counts.drafted - counts.accepted,
+            "accepted_prediction_tokens": counts.predicted,
+            "rejected_prediction_tokens": counts.mispredicted,
+            "draft_tokens": counts.drafted,
+            "accepted_draft_tokens": counts.accepted,
         },
     }
 

@@ -300,11 +300,6 @@ class ItemsForm(Form):
         """Write the end of a call, or of a text."""
 
 
-def text_of(content: Any) -> str:
-    """Return the text of a content in one piece: of a text, of parts with texts, or of nothing."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
 def called(id_: str, name: str, arguments: str) -> Body:
     """Write a call of an earlier answer, as chats have it."""
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -14,8 +14,8 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
-from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, read_chat, text_of
-from selfspec.serve.schemas import MOST_STOPS, Many, Stop, Strict
+from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, read_chat
+from selfspec.serve.schemas import MOST_STOPS, Many, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 _RENAMED = {"stop": "stop_sequences"}
@@ -108,7 +108,7 @@ class CountRequest(Strict):
         choice = self.tool_choice
         kinds: dict[str | None, Any] = {"auto": "auto", "none": "none", "any": "required"}
         named = None if choice is None else {"type": "function", "function": {"name": choice.name or ""}}
-        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        system = [] if self.system is None else [{"role": "system", "content": in_one_piece(self.system)}]
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
             for tool in self.tools or ()
@@ -166,7 +166,7 @@ def _messages(message: AnthropicMessage) -> list[Body]:
     calls = [
         called(each.id, each.name, json.dumps(each.input)) for each in message.content if isinstance(each, UseBlock)
     ]
-    text = text_of([block for block in message.content if isinstance(block, TextBlock)])
+    text = in_one_piece([block for block in message.content if isinstance(block, TextBlock)])
     found = [{"role": "tool", "tool_call_id": each.tool_use_id, "content": _result(each)} for each in results]
     said: Body = {"role": message.role, "content": text, **({"tool_calls": calls} if calls else {})}
     return [*found, said] if text or calls or not found else list(found)
@@ -174,7 +174,7 @@ def _messages(message: AnthropicMessage) -> list[Body]:
 
 def _result(block: ResultBlock) -> str:
     """Write what a call gave, as a template shows it: none has a place of its own for failures."""
-    return f"Error: {text_of(block.content)}" if block.is_error else text_of(block.content)
+    return f"Error: {in_one_piece(block.content)}" if block.is_error else in_one_piece(block.content)
 
 
 class MessageForm(ItemsForm):

@@ -14,8 +14,8 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
-from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, text_of
-from selfspec.serve.schemas import CalledFunction, Function, Many, Metadata, NamedFunction, Strict
+from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id
+from selfspec.serve.schemas import CalledFunction, Function, Many, Metadata, NamedFunction, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
@@ -175,9 +175,9 @@ def _messages(request: ResponsesRequest) -> list[Body]:
     messages: list[Body] = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     for item in [InputMessage(role="user", content=request.input)] if isinstance(request.input, str) else request.input:
         if isinstance(item, InputMessage):
-            messages.append({"role": item.role, "content": text_of(item.content)})
+            messages.append({"role": item.role, "content": in_one_piece(item.content)})
         elif isinstance(item, InputResult):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": in_one_piece(item.output)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

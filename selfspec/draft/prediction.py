@@ -1,0 +1,139 @@
+"""Predictions of what is to be generated, and the place that a text has reached in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.arguments import is_whole, shown
+from selfspec.draft.draft import RowVerdict
+from selfspec.errors import PromptError, UnsupportedOptionError
+
+PredictedText = str | Sequence[int] | Tensor
+"""A text that is predicted, or its token ids, `[tokens]`."""
+
+AnyPrediction = PredictedText | Sequence[PredictedText | None] | None
+"""What is predicted of all prompts, or of each (None: nothing)."""
+
+# Tokens drafted at first and after a rejection; accepted drafts double them.
+_FIRST = 8
+# A draft pays if one of so many tokens is accepted, and after one that does not, the text must agree for longer.
+_PAYS, _LONGEST_WAIT = 8, 64
+# Tokens of the text's end by which its place in the prediction is found again: the longest match of at least two.
+_FEWEST, _MOST = 2, 16
+
+
+class Prediction:
+    """Holds the predicted tokens of one row's new text, and the place that the text has reached in them.
+
+    Where the text departs from the prediction, its place is found again by the longest match of its end, the nearest to
+    the place of departure. After a draft that did not pay, more tokens must agree before the next one. Rows keep their
+    predictions when they join or leave a batch.
+
+    Attributes:
+        accepted: draft tokens out of the prediction that were committed.
+        rejected: draft tokens out of the prediction that were rejected.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.accepted = self.rejected = 0
+        self._matched = self._needed = 0  # tokens before the place that agree, and that have to for a draft
+        self._tokens = np.asarray(tokens, dtype=np.int64)
+        self._place: int | None = 0
+        self._left_at = 0
+        self._end: list[int] = []
+        self._length = _FIRST
+        self._proposed: Sequence[int] = ()
+
+    def following(self, most: int) -> list[int]:
+        """Return the tokens to draft next, at most `most`; none where the text's place is not sure."""
+        if self._place is None or self._matched < self._needed:
+            return []
+        found: list[int] = self._tokens[self._place : self._place + min(self._length, max(most, 0))].tolist()
+        return found
+
+    def propose(self, tokens: Sequence[int]) -> None:
+        """Remember the draft of a round, to learn from its verdict."""
+        self._proposed = tokens
+
+    def learn(self, verdict: RowVerdict, longest: int) -> None:
+        """Follow the tokens that a round commits; a draft that was accepted whole is doubled, up to `longest`."""
+        proposed, self._proposed = self._proposed, ()
+        # Another draft may have been taken.
+        if proposed and list(verdict.drafted[: len(proposed)]) == list(proposed):
+            held = min(len(verdict.path), len(proposed))
+            self.accepted += min(held, verdict.accepted_of(len(verdict.tokens)))
+            self.rejected += len(proposed) - held
+            self._length = min(2 * self._length, longest) if held == len(proposed) else _FIRST
+            self._needed = 0 if _PAYS * held >= len(proposed) else min(2 * self._needed + _FEWEST, _LONGEST_WAIT)
+        for token in verdict.tokens:
+            place = self._place
+            if place is not None and place < len(self._tokens) and self._tokens[place] == token:
+                self._place, self._matched = place + 1, self._matched + 1
+            elif place is not None:
+                self._place, self._left_at, self._matched = None, place, 0
+        self._end = [*self._end, *verdict.tokens][-_MOST:]
+        if self._place is None:
+            self._find()
+
+    def _find(self) -> None:
+        """Find the place behind the longest match of the text's end, the nearest to where the text left."""
+        tokens, end = self._tokens, self._end
+        places = np.flatnonzero(tokens[:-1] == end[-1]) + 1
+        length = 1
+        while len(places):
+            best, self._matched = places, length
+            if length == len(end):
+                break
+            places = places[places > length]
+            places = places[tokens[places - 1 - length] == end[-1 - length]]
+            length += 1
+        if self._matched >= _FEWEST:
+            # Of two as near, the later: texts go on.
+            self._place = int(min(best.tolist(), key=lambda place: (abs(place - self._left_at), -place)))
+
+
+def read_predictions(
+    given: PredictedText | Sequence[PredictedText | None],
+    prompts: int,
+    repeated: int,
+    vocabulary: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[Prediction | None]:
+    """Read what is predicted of all prompts, or of each of them; each prompt has `repeated` rows.
+
+    Raises:
+        UnsupportedOptionError: it is neither text nor token ids, there is no tokenizer for a text, or there is not one
+            for each prompt.
+        PromptError: a token id is outside the vocabulary.
+    """
+    listed: Any = given.tolist() if isinstance(given, Tensor) else given
+    several = isinstance(listed, list | tuple) and not all(map(is_whole, listed))
+    each: Sequence[Any] = listed if several else [listed] * prompts
+    if len(each) != prompts:
+        raise UnsupportedOptionError(
+            f"prediction: {len(each)} for {prompts} prompts; pass one for all, or a list of one for each (None: none)"
+        )
+    ids = [None if one is None else _ids(one, vocabulary, tokenizer) for one in each]
+    return [None if one is None else Prediction(one) for one in ids for _ in range(repeated)]
+
+
+def _ids(one: Any, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if isinstance(one, str):
+        if tokenizer is None:
+            raise UnsupportedOptionError(
+                "prediction: a text needs the model's tokenizer; pass tokenizer=... as well, or token ids"
+            )
+        ids: list[int] = tokenizer(one, add_special_tokens=False).input_ids
+        return ids
+    ids = one.tolist() if isinstance(one, Tensor) else one
+    if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
+        raise UnsupportedOptionError(f"prediction must be a text or token ids, got {shown(one)}")
+    wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise PromptError(f"prediction: token id {wrong} is outside the vocabulary 0..{vocabulary - 1}")
+    return list(ids)
