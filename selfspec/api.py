@@ -151,8 +151,8 @@ def load(
         path: a folder with safetensors files, or one of `selfspec pack`, whose weights stay packed.
         memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: there
             is no budget.
-        weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32, on the
-            CPU; within a budget they are packed to a file first. None: they are kept in `dtype`.
+        weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32; within a
+            budget they are packed to a file first. None: they are kept in `dtype`.
         device: the device that computes: "cpu", "cuda", "cuda:1"; None is a CUDA GPU if there is one, else the CPU.
         dtype: torch.float64, float32, bfloat16 or float16 for the weights, or its name; None is the checkpoint's own.
         draft: a drafter or its name, as in `wrap`, where within a budget fewer bits apply to streamed layers alone;

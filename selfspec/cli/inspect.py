@@ -54,7 +54,7 @@ def inspect(
         here = prospects(model, place, bare, summary, format)
         planned = None
         if budget.memory is not None:
-            source = source_for(find_device("auto" if format is None else "cpu"))
+            source = source_for(find_device("auto"))
             planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source, weights=format)
     plan, modules = None if planned is None else planned.to_dict(), held_modules(place, config)
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)

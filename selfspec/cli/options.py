@@ -53,7 +53,7 @@ WeightFormat = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="`planes` keeps weights packed, without changing a bit, on the CPU; by default as in the folder.",
+        help="`planes` keeps weights packed, without changing a bit; by default as in the folder.",
     ),
 ]
 Device = Annotated[
@@ -156,8 +156,7 @@ class ModelOptions(MachineOptions):
 
         if self.weights is None and not has_packed_weights(self.place):
             return load_checkpoint(self.place, self.dtype, self.device)
-        device = None if self.device == "auto" else self.device
-        return Checkpoint(load_packed(self.place, self.weights, self.dtype, device), load_tokenizer(self.place))
+        return Checkpoint(load_packed(self.place, self.weights, self.dtype, self.device), load_tokenizer(self.place))
 
 
 def load_within(

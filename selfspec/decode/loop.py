@@ -140,6 +140,8 @@ def rounds(
         stats.draft_bytes = 0 if proposer is None else proposer.nbytes
         stats.seconds = clock.seconds()
         batch.runner.end()
+        if proposer is not None:
+            proposer.end()
 
 
 def _predicted(request: Request) -> tuple[int, int]:

@@ -236,6 +236,11 @@ class Proposer(ABC):
         for part in self.parts:
             part.read_prompt(rows, counts, features)
 
+    def end(self) -> None:
+        """Give back what the next text may use."""
+        for part in self.parts:
+            part.end()
+
     def ask(self, draft: Draft, target: PassResult) -> None:
         """Start the copies from the device that `learn` needs, after verification and before the verdict.
 

@@ -68,6 +68,9 @@ class ModelProposer(GrowingProposer):
     def nbytes(self) -> int:
         return self._weights + self._cache.most_bytes
 
+    def end(self) -> None:
+        self._runner.end()
+
     def reader(self, rows: RowsView, tree: Tree) -> Read:
         """Return the function that reads the nodes of a draft: see `grow`."""
         return lambda tokens, first: self.after_text(rows, tree) if first < 0 else self.after(rows, tokens, first)

@@ -6,6 +6,7 @@ Drafts, files, plans of memory, native programs and summaries ask it, and know n
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,10 @@ class Format(ABC):
     def runs_on(self, kind: str) -> bool:
         """Return whether its layers run on a kind of device, such as "cuda"."""
         return kind != "meta"
+
+    def joined_bytes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
+        """Count the bytes of dense weights that a product of many rows in a dtype has at once."""
+        return math.prod(shape) * max(torch.float32.itemsize, dtype.itemsize)
 
     @property
     def sizes(self) -> str:

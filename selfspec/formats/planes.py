@@ -11,6 +11,7 @@ ZipServ (2603.17435) and DFloat11 (2504.11651) compress without loss by other co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -152,6 +153,13 @@ class Planes(Format):
 
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
         return len(shape) in (2, 3) and shape[-1] < _MOST_INPUTS
+
+    def joined_bytes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
+        if kernels_of(device) is not Kernels.TRITON:
+            return super().joined_bytes(shape, dtype, device)
+        # Joined in bfloat16 or float32, and rounded where the dtype is another.
+        made = dtype.itemsize if dtype in (torch.bfloat16, torch.float32) else 4 + dtype.itemsize
+        return min(math.prod(shape[-2:]), _PANEL + shape[-1]) * made
 
     def check(self, packed: Packed) -> None:
         super().check(packed)

@@ -19,6 +19,7 @@ from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError
 from selfspec.formats.format import Format, formats
 from selfspec.formats.gguf import Gguf
 from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError, dense
+from selfspec.formats.rounding import Kernels, kernels_of
 from selfspec.kernels import native
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import find_device, local_folder, read_config
@@ -74,23 +75,21 @@ def load_packed(
     folder, format = local_folder(name), format_of_weights(name, weights) or exact_format(weights)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
-    device_of(format, device)
+    computes = device_of(format, device)
     files = WeightFiles()
     made = skeleton(folder, read_config(name), read_dtype(dtype), files)
     # Each weight's memory, as soon as it is packed.
     give_large_blocks_back()
-    _pack(made.model, format, deferred_weights(made, format), files)
+    _pack(made.model, format, deferred_weights(made, format), files, computes)
     return made.model
 
 
 def device_of(format: Format, device: torch.device | str | None) -> torch.device:
-    """Return the device that computes with packed weights; refuse one without kernels for them, warn of a CPU so."""
-    found = find_device("cpu" if device is None else device)
-    if found.type != "cpu":
-        raise UnsupportedOptionError(f"weights={format.name!r}: there are kernels for the CPU alone; leave device out")
-    why = native.absence()
-    if why is not None:
-        _LOG.warning("weights=%r takes many times as long without selfspec's CPU kernels: %s", format.name, why)
+    """Return the device that computes with packed weights, "auto" by default; warn of one without kernels for them."""
+    found = find_device("auto" if device is None else device)
+    if kernels_of(found) is Kernels.ATEN:
+        why = native.absence() if found.type == "cpu" else f"on {found} there is no Triton"
+        _LOG.warning("weights=%r takes many times as long without selfspec's kernels: %s", format.name, why)
     return found
 
 
@@ -165,18 +164,38 @@ def pack_weights(model: PreTrainedModel, format: Format) -> None:
     _pack(model, format, {name: weight.detach for name, weight in model.named_parameters()}, WeightFiles())
 
 
-def _pack(model: PreTrainedModel, format: Format, weights: Given, files: WeightFiles) -> None:
+def _pack(
+    model: PreTrainedModel, format: Format, weights: Given, files: WeightFiles, device: torch.device | None = None
+) -> None:
+    """Pack weights, and move the model to a device; None: it stays where it is."""
     pages = LargePages()
     for held in pack_each(model, format, weights):
         if isinstance(held.value, Tensor):
-            set_weight(model, held.names, nn.Parameter(held.value, requires_grad=False))
+            set_weight(model, held.names, nn.Parameter(held.value.to(device), requires_grad=False))
         elif isinstance(held.value, StoredWeight):
             # Loading in another dtype changes no part.
             dtype = model.get_parameter(held.names[0]).dtype
-            set_packed(model, held.names, held.value.parameter(held.value.mapped(files), dtype))
+            parts = {name: part.to(device) for name, part in held.value.mapped(files).items()}
+            set_packed(model, held.names, held.value.parameter(parts, dtype))
         else:
-            packed = Packed(held.value.shape, {name: pages.moved(part) for name, part in held.value.parts.items()})
-            set_packed(model, held.names, format.parameter(packed, held.dtype, held.transposed))
+            parts = {name: pages.moved(part.to(device)) for name, part in held.value.parts.items()}
+            set_packed(
+                model, held.names, format.parameter(Packed(held.value.shape, parts), held.dtype, held.transposed)
+            )
+    if device is not None:
+        move_what_is_there(model, device)
+
+
+def move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
+    """Move buffers, and weights that the loader of `transformers` made, to the device; packed ones are there."""
+    for names in names_by_weight(model).values():
+        weight = model.get_parameter(names[0])
+        if not isinstance(weight, PackedWeight) and not weight.is_meta and weight.device != device:
+            set_weight(model, names, nn.Parameter(weight.to(device), requires_grad=False))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from selfspec.kernels.large_pages import LargePages
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement, format_of
-from selfspec.placement.packed import set_packed
+from selfspec.placement.packed import move_what_is_there, set_packed
 from selfspec.placement.plan import Plan, Stays, parse_bytes, plan_memory, shown_bytes
 from selfspec.placement.skeleton import names_by_weight, read_dtype, set_weight
 from selfspec.placement.stored import ReadBuffer, StoredWeight, bytes_in_memory, drafts_inside
@@ -54,7 +54,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
         else:
             weight = made.deferred[names[0]].values().to(surveyed.source.device)
             set_weight(made.model, names, nn.Parameter(weight, requires_grad=False))
-    _move_what_is_there(made.model, surveyed.source.device)
+    move_what_is_there(made.model, surveyed.source.device)
     substitutes = Substitutes.of(made.model)
     stream = _stream(surveyed, streamed, plan, substitutes, pages) if streamed else None
     depth = len(surveyed.layers) - 1
@@ -80,23 +80,11 @@ def default_draft(plan: Plan) -> Drafter | None:
     return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
 
 
-def _move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers, and weights that the loader of `transformers` made, to the device."""
-    for names in names_by_weight(model).values():
-        weight = model.get_parameter(names[0])
-        if not weight.is_meta and weight.device != device:
-            set_weight(model, names, nn.Parameter(weight.to(device), requires_grad=False))
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
 def _read(surveyed: Survey, weight: StoredWeight, parts: Sequence[str], pages: LargePages) -> dict[str, Tensor]:
     """Read parts of a packed weight to stay in memory."""
     places = {part: weight.parts[part] for part in parts}
     return {
-        part: pages.moved(ReadBuffer(place.nbytes).read(surveyed.files, place)).to(surveyed.source.device)
+        part: pages.moved(ReadBuffer(place.nbytes).read(surveyed.files, place).to(surveyed.source.device))
         for part, place in places.items()
     }
 

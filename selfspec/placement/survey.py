@@ -117,8 +117,8 @@ class Survey:
         of_layers = [[weight for module in layer for weight in module.weights.values()] for layer in self.layers]
         sizes = [sum(weight.nbytes(dtype, weight.fetched()) for weight in layer) for layer in of_layers]
         weights = [weight for layer in of_layers for weight in layer]
-        # A module uses up to two weights at once, which are copied where their slots have another dtype.
-        copied = [weight.shape.numel() * max(4, dtype.itemsize) for weight in weights if self._is_copied(weight)]
+        # A module uses up to two weights at once.
+        copied = [self._copied_bytes(weight) for weight in weights]
         # The head does not read prompts.
         widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
         config, depth = self.skeleton.model.config, len(self.layers) - 1
@@ -138,6 +138,8 @@ class Survey:
         copied_cache = 0 if self.cache == "exact" else exact // max(depth, 1)
         passes = states + masks + scores + 2 * max(copied, default=0) + copied_cache
         moving = max((max(module.substitutes.values()) for layer in self.layers for module in layer), default=0)
+        # Copies are made of dense weights.
+        moving += max((each.shape.numel() * dtype.itemsize for each in weights if each.format is not None), default=0)
         # While weights are made, there are no keys and values, and no passes.
         beside = max((weight.nbytes_beside for weight in self.skeleton.deferred.values()), default=0)
         loading = beside - cache if self.source.device.type == "cpu" else 0
@@ -166,10 +168,13 @@ class Survey:
             },
         )
 
-    def _is_copied(self, weight: StoredWeight) -> bool:
-        """Return whether a module makes a copy of a weight that is fetched, to multiply by it."""
-        in_slots = self.source.dtype_in_slots
-        return any(in_slots(part.dtype, self.dtype) != self.dtype for part in weight.parts.values())
+    def _copied_bytes(self, weight: StoredWeight) -> int:
+        """Count the bytes of copies that a module makes of a weight that is fetched, to multiply by it."""
+        source, dtype = self.source, self.dtype
+        if weight.format is not None:
+            return weight.format.joined_bytes(weight.shape, dtype, source.device)
+        is_copied = any(source.dtype_in_slots(part.dtype, dtype) != dtype for part in weight.parts.values())
+        return weight.shape.numel() * max(4, dtype.itemsize) if is_copied else 0
 
     def _largest_part(self, weight: StoredWeight) -> int:
         parts = [weight.parts[part] for part in weight.fetched()]

@@ -103,7 +103,7 @@ def pack(path: str | Path, to: str | Path, *, weights: str = "planes") -> Packed
             # What is written is loaded once; that refuses what cannot be read again.
             writer.close("", draft)
             opened.flush()
-            source = fingerprint(load_packed(str(draft), None, None, None))
+            source = fingerprint(load_packed(str(draft), None, None, "cpu"))
             writer.close(source, draft)
     return PackedFolder(
         str(to),

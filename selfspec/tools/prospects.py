@@ -121,7 +121,7 @@ def prospects(
 
     With a format the model holds packed weights.
     """
-    device, encodes = find_device("auto" if format is None else "cpu"), has_encoder(model)
+    device, encodes = find_device("auto"), has_encoder(model)
     here = local_folder(place)
     in_folder, packs = here is not None and is_packed(here), _packs(here, model.config)
     if format is not None and not in_folder and not packs:

@@ -349,7 +349,7 @@ _MODULE = SimpleNamespace(
     manual_seed_all=lambda seed: None,
     Stream=lambda device=None: Stream(_present[0]),
     Event=lambda enable_timing=False: Event(_present[0]),
-    current_stream=lambda device=None: _present[0].streams.current,
+    current_stream=lambda device=None: _there().streams.current,
     stream=lambda stream: _present[0].streams.on(stream),
     device=nullcontext,
     synchronize=lambda device=None: _present[0].host_waits("synchronize"),

@@ -94,6 +94,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         event.reach(host_waits=False)
 
+    def record_event(self) -> Event:
+        event = Event(self._device)
+        event.record(self)
+        return event
+
     def wait_stream(self, stream: Stream) -> None:
         stream.reach(host_waits=False)
 
@@ -248,10 +253,13 @@ class _Place:
     like: Tensor
 
     def found(self, live: WeakValueDictionary[int, Memory]) -> Tensor:
+        if not self.like.numel():
+            # It has no address.
+            return torch.empty_like(self.like, device="cpu")
         memory = live.get(self.address)
         end = self.like.storage_offset() + 1
         end += sum((size - 1) * stride for size, stride in zip(self.like.shape, self.like.stride(), strict=True))
-        if memory is None or (self.like.numel() and end * self.like.element_size() > memory.nbytes):
+        if memory is None or end * self.like.element_size() > memory.nbytes:
             raise AssertionError("a graph is replayed over memory that was freed")
         return memory.view(self.like)
 
