@@ -60,6 +60,9 @@ WIDEST_ROUND = 16
 BUCKET = 256
 """Captured passes look at a multiple of this number of slots."""
 
+MOST_GRAPHS = 32
+"""The most graphs of one kind of pass: it has one for each bucket of slots and each cache."""
+
 _SMALLEST_ROOM = 64
 # Numbers of nodes of trees that captured passes read.
 _TREES = (7, 15, 31, 63)
@@ -86,6 +89,8 @@ class Cursors:
         self.aligned = aligned  # the side on which passes find the rows of a ragged batch aligned
         self.bucket = bucket  # passes of a round look at a multiple of this number of slots, or at all slots
         self.slack = slack  # the most nodes of a draft
+        # The device whose copies of slots of the host may be under way; None: all are done.
+        self.copying: torch.device | None = None
         self.room = self._whole(min(_SMALLEST_ROOM, limit))  # committed tokens that a row has slots for
         self._tables: dict[tuple[Tree, int], tuple[Tensor, Tensor]] = {}
         # Ends of rows when slots were last asked for, and the slots returned for each width and first node of a pass.

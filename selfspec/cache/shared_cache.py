@@ -26,7 +26,7 @@ from selfspec.cache.shared_layer import CacheKind, HostLayer, RecurrentLayer, Ro
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
 from selfspec.cache.view import EVERYTHING, WHOLE, CacheBits, CacheView, RoundedCopy, Seen, TopSlots
-from selfspec.device import to_device
+from selfspec.device import has_graphs, to_device
 from selfspec.errors import DraftConfigError
 from selfspec.kernels.trial import runs_triton
 
@@ -358,10 +358,11 @@ class SharedCache(Cache):
         """Return the tensors that a pass needs to read this cache through a view and write to it.
 
         None where they are not enough: layers have states, ragged rows are aligned on the right, rows have different
-        offsets, keys and values are on the host, or some layer has read no tokens yet.
+        offsets, keys and values are on the host and the device captures nothing, or some layer has read no tokens yet.
         """
         laid_out = self.rolls_back_by_cursor and (self.cursors.uniform or self.cursors.aligned == "left")
-        laid_out = laid_out and self.kept != "host" and self.cursors.shifted_alike
+        laid_out = laid_out and self.cursors.shifted_alike
+        laid_out = laid_out and (self.kept != "host" or has_graphs(self.cursors.device))
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self.cursors.slots(width, first), self.cursors.block(width, first)
@@ -373,6 +374,12 @@ class SharedCache(Cache):
             block,
             self.attended(view),
         )
+
+    def write(self, parts: Sequence[Tensor], width: int) -> None:
+        """Write what a recorded pass left for slots on the host: parts of each layer in turn, of its first tokens."""
+        count = len(LAYERS[self.kept].names)
+        for number, layer in enumerate(self._slotted):
+            layer.write_parts([part[:, :, :width] for part in parts[count * number : count * (number + 1)]])
 
     def attention_mask(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from selfspec.cache.cursors import Cursors
-from selfspec.device import has_streams, to_device
+from selfspec.device import has_streams, to_device, wait_for
 
 CacheKind = Literal["exact", "host", "int8"]
 """Storage of keys and values.
@@ -93,7 +93,11 @@ class SharedLayer(CacheLayerMixin):
         return self.seen(key_states.shape[2])
 
     def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
-        for slots, part in zip(self.parts, self.kept(key_states, value_states), strict=True):
+        self.write_parts(self.kept(key_states, value_states))
+
+    def write_parts(self, parts: Sequence[Tensor]) -> None:
+        """Write the parts that a pass leaves, as `kept` splits them."""
+        for slots, part in zip(self.parts, parts, strict=True):
             self._write(slots, part)
 
     def grown(self) -> tuple[Tensor, ...]:
@@ -105,6 +109,7 @@ class SharedLayer(CacheLayerMixin):
     def hold(self) -> None:
         """Reallocate to the rows and slots that the cursors ask for, and keep the contents."""
         if self._stored is not None:
+            self._settle()
             parts = list(self._stored)
             self._stored, self._shown = None, ()
             for name in self.names:
@@ -125,6 +130,7 @@ class SharedLayer(CacheLayerMixin):
 
     def narrow_slots(self, rows: Sequence[int]) -> None:
         """Keep only some rows, in the order given."""
+        self._settle()
         if self._stored is not None:
             self._store([slots[to_device(rows, slots.device)] for slots in self.parts])
 
@@ -136,6 +142,8 @@ class SharedLayer(CacheLayerMixin):
         self.show()
         if self._stored is None:
             return
+        self._settle()
+        other._settle()
         for index, length in enumerate(other._cursors.seq_lens):
             for number, slots in enumerate(self._stored):
                 source = None if other._stored is None else other._stored[number][index]
@@ -144,6 +152,7 @@ class SharedLayer(CacheLayerMixin):
     def take_slots(self, other: SharedLayer, row: int, length: int) -> None:
         """Copy the first slots of a row of another cache's layer into the only row here, and zero the rest."""
         if other._stored is not None:
+            other._settle()
             self._begin_like(other)
             self._store([self._slots_like(slots) for slots in other._stored])
             for own, theirs in zip(self.parts, other._stored, strict=True):
@@ -156,12 +165,14 @@ class SharedLayer(CacheLayerMixin):
     def adopt(self, other: SharedLayer) -> None:
         """Take the slots of an ended cache's layer where they lie, and zero them."""
         if other._stored is not None:
+            other._settle()
             self._begin_like(other)
             self._store([slots.zero_() for slots in other._stored])
             self.is_initialized = True
 
     def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Move some rows to the front, in the order given; no row moves to a later place."""
+        self._settle()
         for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if row != target and self._stored is not None:
                 for slots in self._stored:
@@ -169,11 +180,13 @@ class SharedLayer(CacheLayerMixin):
 
     def scrub(self, row: int) -> None:
         """Zero the slots past a row's end."""
+        self._settle()
         for slots in self.parts:
             slots[row, :, self._cursors.seq_lens[row] :] = 0
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy each row's `sources` slots to its `targets` slots, `[batch, slots]` both, all at once."""
+        self._settle()
         for slots in self.parts:
             rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
             slots[rows, :, targets.to(slots.device)] = slots[rows, :, sources.to(slots.device)]
@@ -186,6 +199,9 @@ class SharedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    def _settle(self) -> None:
+        """Prepare for a change of slots other than by a pass."""
 
     def _slots_like(self, states: Tensor) -> Tensor:
         # Zeros, because a masked slot still meets the attention's weighted sum, where 0 * NaN would be NaN.
@@ -223,8 +239,20 @@ def _fill(row: Tensor, source: Tensor | None, length: int) -> None:
     row[:, 0 if source is None else length :] = 0
 
 
+def from_host(slots: Tensor, count: int, device: torch.device) -> Tensor:
+    """Copy the first slots of each row, `[batch, heads, slots, head_dim]`, from a `HostLayer` to a device."""
+    rows, heads, _, head_dim = slots.shape
+    found = torch.empty(rows, count, heads, head_dim, dtype=slots.dtype, device=device)
+    for row, source in zip(found, slots, strict=True):
+        row.copy_(source[:, :count].transpose(0, 1), non_blocking=True)
+    return found.transpose(1, 2)
+
+
 class HostLayer(SharedLayer):
-    """Keeps one layer's slots exactly, on the host; slots that a pass sees are copied to the device."""
+    """Keeps one layer's slots exactly, on the host; slots that a pass sees are copied to the device.
+
+    Where the device has streams, the host waits for no copy before it changes slots itself.
+    """
 
     def __init__(self, cursors: Cursors) -> None:
         super().__init__(cursors)
@@ -234,27 +262,36 @@ class HostLayer(SharedLayer):
         self._device = key_states.device
         super().lazy_initialization(key_states, value_states)
 
-    def seen(self, width: int) -> tuple[Tensor, Tensor]:
-        keys, values = super().seen(width)
-        return keys.to(self._device), values.to(self._device)
-
     def held(self) -> tuple[Tensor, Tensor]:
-        return self.keys.to(self._device), self.values.to(self._device)
-
-    def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
-        super()._write_pass(key_states.cpu(), value_states.cpu())
+        keys, values = (from_host(slots, slots.shape[2], self._device) for slots in self.parts)
+        return keys, values
 
     def _begin_like(self, other: SharedLayer) -> None:
         super()._begin_like(other)
         assert isinstance(other, HostLayer)
         self._device = other._device
 
+    def _seen(self, slots: Tensor, width: int) -> Tensor:
+        self._cursors.copying = self._device
+        return super()._seen(from_host(slots, self._cursors.visible(width, self._cursors.first), self._device), width)
+
+    def _write(self, slots: Tensor, states: Tensor) -> None:
+        self._cursors.copying = self._device
+        for row, length, new in zip(slots, self._cursors.seq_lens, states.transpose(1, 2).contiguous(), strict=True):
+            start = length + self._cursors.first + 1
+            row.transpose(0, 1)[start : start + len(new)].copy_(new, non_blocking=True)
+
+    def _settle(self) -> None:
+        if self._cursors.copying is not None:
+            wait_for(self._cursors.copying)
+            self._cursors.copying = None
+
     def _slots_like(self, states: Tensor) -> Tensor:
         _, heads, _, head_dim = states.shape
-        # Slots side by side, so that those which a pass sees are one copy; page-locked, so that it is a fast one.
-        shape = (self._cursors.capacity, self._cursors.held, heads, head_dim)
+        # Slots of a row side by side, so that those which a pass sees are one copy; page-locked, so that nobody waits.
+        shape = (self._cursors.held, self._cursors.capacity, heads, head_dim)
         slots = torch.zeros(shape, dtype=states.dtype, device="cpu", pin_memory=has_streams(self._device))
-        return slots.permute(1, 2, 0, 3)
+        return slots.transpose(1, 2)
 
 
 _MOST = 127

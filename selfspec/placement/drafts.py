@@ -15,12 +15,12 @@ from selfspec.control.profile import DraftChoice
 from selfspec.draft import Drafter, EarlyExit, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
-from selfspec.errors import DraftConfigError
+from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.formats.format import copies, formats
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.model.sizes import bytes_read, share_read
 from selfspec.model.substitutes import Substitutes
-from selfspec.placement.plan import LONGEST, Plan
+from selfspec.placement.plan import LONGEST, NODES, Plan
 from selfspec.placement.weight_stream import WeightStream
 
 # Cost of a further token in a pass that streams, and of the rest of a round, in plain steps.
@@ -76,7 +76,9 @@ class Placement:
             return asked
         draft = asked.draft.mapped(self._fitted)
         costs = Costs(self._step(draft, model, adapter), verify=1.0, widening=_WIDENING, overhead=_OVERHEAD)
-        return DraftChoice(draft, CostAware(LONGEST), costs)
+        # A GPU computes a wide pass while weights arrive.
+        trees = not self.streams_from_disk and reads_trees(model, adapter)
+        return DraftChoice(draft, CostAware(LONGEST, nodes=NODES if trees else None), costs)
 
     def _fitted(self, draft: Drafter) -> Drafter:
         """Return the draft by substitutes that are here, in place of one that would make some."""
@@ -148,6 +150,15 @@ def format_of(draft: Drafter) -> str | None:
 
     draft.mapped(checked)
     return None if draft.format is None else draft.format.name
+
+
+def reads_trees(model: PreTrainedModel, adapter: Adapter) -> bool:
+    """Return whether passes of a model may read trees."""
+    try:
+        adapter.check_trees(model)
+    except UnsupportedModelError:
+        return False
+    return True
 
 
 def _anew(draft: Drafter) -> str:

@@ -41,7 +41,12 @@ def shown_bytes(size: float) -> str:
 SLOTS = 4
 """Streamed weights in memory at once: two of experts, and two being fetched."""
 LONGEST = 32
-"""The most tokens drafted each round."""
+"""The most tokens drafted each round in a chain, or levels of a tree."""
+NODES = 63
+"""The most nodes of a tree: with the token before them they are rows that kernels for few rows take at once."""
+# Operations that the host launches for a layer run by its module, and for a draft step beside a captured pass: by count
+# on a Llama.
+_OF_LAYER, _OF_STEP = 47, 60
 
 
 class Stays(Enum):
@@ -85,10 +90,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Gives the bytes a second at which weights are read from memory, and streamed."""
+    """Gives the bytes a second at which weights are read from memory, and streamed.
+
+    Attributes:
+        launch: seconds in which the host launches an operation of a module; 0 where it computes itself.
+    """
 
     memory: float
     stream: float
+    launch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -234,8 +244,9 @@ def _predicted(split: _Split, bandwidth: Bandwidth) -> Plan:
     memory, count = split.memory, len(split.memory.layers)
     streamed = sum(memory.layers) - split.whole - split.parts
     kept = memory.kept + split.whole
-    # Weights are multiplied while the next ones arrive.
+    # Weights are multiplied while the next ones arrive, and while the host launches what follows.
     target = kept / bandwidth.memory + max(streamed / bandwidth.stream, (streamed + split.parts) / bandwidth.memory)
+    target = max(target, (_OF_LAYER * count if streamed else _OF_STEP) * bandwidth.launch)
     plan = Plan(
         split.resident, streamed, split.format, split.total, bandwidth, 1 / target, partly=split.partly, part=split.part
     )
@@ -245,7 +256,7 @@ def _predicted(split: _Split, bandwidth: Bandwidth) -> Plan:
     named = [split.part] * split.partly + [split.format] * (count - split.end)
     sizes = memory.layers[split.resident :]
     acceptance = fmean((formats()[name].acceptance for name in named if name is not None), sizes)
-    draft = (kept + split.parts + split.copies) / bandwidth.memory
+    draft = max((kept + split.parts + split.copies) / bandwidth.memory, _OF_STEP * bandwidth.launch)
     speeds = {
         length: (1 - acceptance ** (length + 1)) / (1 - acceptance) / (length * draft + target)
         for length in range(1, LONGEST + 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from selfspec.cache.cursors import BUCKET
+from selfspec.cache.cursors import BUCKET, MOST_GRAPHS, WIDEST_ROUND
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.device import has_graphs
@@ -18,6 +18,7 @@ from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.format import Format, copies
 from selfspec.model.checkpoint import local_folder, read_config
+from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import layer_caches
 from selfspec.model.substitutes import substitutable_weights
@@ -29,8 +30,10 @@ from selfspec.placement.weight_source import WeightSource
 
 # Bytes that allocators do not give back.
 _SLACK = 96 * 2**20
-# Bytes of captured passes, with what kernels set up on the stream that captures.
+# Bytes of what captured passes compute in between, and of what kernels set up on the stream that captures.
 _GRAPHS = 64 * 2**20
+# Tokens that captured passes over one number of slots read, of all widths together, each with its logits.
+_CAPTURED = 1 + WIDEST_ROUND // 2 + WIDEST_ROUND
 # Bytes of the scale of a token's keys, or values, in one head.
 _SCALE = 2
 # Numbers of a pass's mask that fit in the slack.
@@ -123,10 +126,12 @@ class Survey:
         widest = max((sum(weight.shape[-2:]) for layer in of_layers[:-1] for weight in layer), default=0)
         config, depth = self.skeleton.model.config, len(self.layers) - 1
         caches = layer_caches(config.get_text_config(decoder=True), depth)
-        graphs = _GRAPHS if has_graphs(self.source.device) else 0
-        if graphs:
+        graphs = 0
+        if has_graphs(self.source.device):
             # Passes see whole buckets of slots.
             context += BUCKET - 1
+            vocabulary = vocabulary_size(self.skeleton.model)
+            graphs = _GRAPHS + min(context // BUCKET, MOST_GRAPHS) * _CAPTURED * vocabulary * dtype.itemsize
         exact = context * dtype.itemsize * sum(each.numbers for each in caches)
         rounded = context * sum(each.numbers + 2 * each.heads * _SCALE for each in caches)
         cache = {"exact": exact, "host": 0, "int8": rounded}[self.cache]

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.cache.shared_layer import CacheKind
 from selfspec.errors import UnsupportedOptionError
@@ -21,6 +21,8 @@ from selfspec.process import give_large_blocks_back, machine_bytes, resident_byt
 
 # Bytes of weights that are moved and multiplied to measure speed: a multiple of 4096.
 _PROBED = 1 << 27
+# Modules that are launched to measure how long the host takes: fewer than a device has room for in its queue.
+_LAUNCHED = 200
 
 
 class WeightSource(ABC):
@@ -107,7 +109,7 @@ class FromDisk(WeightSource):
 class FromHost(WeightSource):
     """Streams weights from memory of the host to a device; the budget limits the device."""
 
-    name = "the device"
+    name = "the device, beside what takes its memory now,"
     caches = ("exact", "host", "int8")
 
     def __init__(self, copies: DeviceCopies) -> None:
@@ -134,7 +136,17 @@ class FromHost(WeightSource):
 
         copied = min(seconds(lambda: copies.copy(memory, host.bytes, [copies.computed()])) for _ in range(3))
         multiplied = min(seconds(lambda: torch.mv(weight, row)) for _ in range(3))
-        return Bandwidth(_PROBED / multiplied, _PROBED / copied)
+        module = nn.Linear(64, 64, device=self.device, dtype=torch.bfloat16)
+        launched = min(self._launching(module, row[:64]) for _ in range(3))
+        return Bandwidth(_PROBED / multiplied, _PROBED / copied, launched)
+
+    @torch.no_grad()
+    def _launching(self, module: nn.Module, given: Tensor) -> float:
+        """Return the seconds in which the host launches a module, without waiting for it."""
+        begun = time.perf_counter()
+        for _ in range(_LAUNCHED):
+            module(given)
+        return (time.perf_counter() - begun) / _LAUNCHED
 
     def check_streamed(self, size: int) -> None:
         there = machine_bytes()

@@ -78,8 +78,10 @@ class DeviceCopies:
         self._torch.current_stream(self.device).synchronize()
 
     def device_bytes(self) -> int:
-        """Return the bytes of memory that the device has."""
-        return torch.cuda.get_device_properties(self.device).total_memory
+        """Return the bytes of memory of the device that no other process takes, and no tensor of this one."""
+        free = int(self._torch.mem_get_info(self.device)[0])
+        held: int = self._torch.memory_reserved(self.device) - self._torch.memory_allocated(self.device)
+        return free + held
 
 
 def _no_memory(what: str, reason: object) -> UnsupportedOptionError:

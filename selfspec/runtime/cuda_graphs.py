@@ -9,16 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from selfspec.cache.cursors import BUCKET, WIDEST_ROUND
-from selfspec.device import backend, has_graphs
+from selfspec.cache.cursors import BUCKET, MOST_GRAPHS, WIDEST_ROUND
+from selfspec.device import backend, has_graphs, on_host
 from selfspec.errors import UnsupportedOptionError
 from selfspec.process import ProcessLock
 from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassTensors
 from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesError, RecordingError, Runtime, equal
-
-# The most graphs of one kind of pass: it has one for each bucket of slots and each cache.
-_MOST_GRAPHS = 32
 
 Launch = Callable[[], tuple[Tensor, ...]]
 """Run a pass over tensors at fixed addresses, and return its outputs."""
@@ -161,13 +158,14 @@ class _Graphs:
         with self._lock, self._recorder.turn():
             graph = self._graphs.pop(key, None) or self._recorded(inputs, memory)
             self._graphs[key] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
+            if len(self._graphs) > MOST_GRAPHS:
                 # Drop the least recently used.
                 del self._graphs[next(iter(self._graphs))]
             return graph.run(inputs)
 
     def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> Recording:
-        if len({tensor.device for tensor in (*inputs, *memory)}) > 1:
+        # Slots on the host stay in place, too.
+        if len({tensor.device for tensor in (*inputs, *memory) if not on_host(tensor.device)}) > 1:
             raise RecordingError("the model is on several devices, and a graph covers one")
         # Later tensors may be made in inference mode or not.
         with torch.inference_mode(False):

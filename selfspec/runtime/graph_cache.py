@@ -48,7 +48,8 @@ class _Program:
         states = None
         if self.leaves is not None:
             states = ExactStates(next(outputs), {name: next(outputs) for name in self.leaves})
-        return PassResult(logits, states, dict(zip(self.points, outputs, strict=True))).first(width)
+        features = {point: next(outputs) for point in self.points}
+        return PassResult(logits, states, features, written=tuple(outputs)).first(width)
 
 
 @dataclass

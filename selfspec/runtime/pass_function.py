@@ -14,9 +14,10 @@ from selfspec.architecture import takes
 from selfspec.cache.cursors import OpenBlock
 from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import LAYERS, SharedCache, Slots
-from selfspec.cache.shared_layer import CacheKind, SharedLayer
+from selfspec.cache.shared_layer import CacheKind, SharedLayer, from_host
 from selfspec.cache.source import ReadSource, Source
 from selfspec.cache.view import Seen
+from selfspec.device import on_host
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
@@ -82,7 +83,7 @@ class PassTensors:
 
 @dataclass(frozen=True)
 class PassFunction:
-    """Maps the tensors of `PassTensors.flat` to those of `PassResult.flat`, by running a pass through `view`.
+    """Maps the tensors of `PassTensors.flat` to those of `PassResult.flat` and `written`, by a pass through `view`.
 
     `placed` tells the view where each row is, for models that count that by the length of their cache.
     """
@@ -96,7 +97,8 @@ class PassFunction:
     placed: RowPositions | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.masked(tensors, self.masks(tensors, self.kind.padded)).flat()
+        result = self.masked(tensors, self.masks(tensors, self.kind.padded))
+        return (*result.flat(), *result.written)
 
     def masks(self, tensors: tuple[Tensor, ...], padded: bool = True) -> Any:
         """Return the model's mask, a tensor or a dict of tensors; None if it needs none, and nothing is `padded`."""
@@ -117,14 +119,14 @@ class PassFunction:
         """Return the results of the pass under a mask."""
         parts = self._parted(tensors)
         slots, source = parts.slots, None if parts.source is None else parts.source.source()
-        cache: Cache = SlotCache(slots, self.kind.padded, LAYERS[self.kind.kept])
-        if source is not None:
-            cache = source.beside(cache)
+        own = SlotCache(slots, self.kind.padded, LAYERS[self.kind.kept])
+        cache: Cache = own if source is None else source.beside(own)
         if self.placed is not None:
             self.placed.place(slots.positions)
         positions = slots.positions if self.takes_positions else None
         inputs = {self.cache_name: cache, **model_inputs(parts.tokens, positions, mask)}
-        return run_view(self.view, self.kind.base, parts.entering, inputs, source)
+        result = run_view(self.view, self.kind.base, parts.entering, inputs, source)
+        return replace(result, written=tuple(own.written)) if own.written else result
 
     def _parted(self, tensors: tuple[Tensor, ...]) -> PassTensors:
         tokens, slot_mapping, positions, visible, *rest = tensors
@@ -198,7 +200,10 @@ def run_view(
 
 
 class SlotCache(Cache):
-    """Stands in for the cache of a stock model; `padded`: slots past the pass's tokens may be visible."""
+    """Stands in for the cache of a stock model; `padded`: slots past the pass's tokens may be visible.
+
+    Where slots are on the host, `written` has what they are to keep: a program knows no slot to copy it to.
+    """
 
     def __init__(self, slots: Slots, padded: bool, layer: type[SharedLayer]) -> None:
         super().__init__(layers=[])
@@ -208,6 +213,7 @@ class SlotCache(Cache):
         self._layer, self._buffers = layer, tuple(zip(*parts, strict=True))
         self._padded = padded
         self._attended = slots.attended
+        self.written: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -232,6 +238,9 @@ class SlotCache(Cache):
         return self._visible.shape[0], 0
 
     def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:
+        if on_host(buffer.device) and not on_host(states.device):
+            self.written.append(states)
+            buffer = from_host(buffer, self._visible.shape[0], states.device)
         slots = self._slot_mapping.to(buffer.device)
         if slots.shape[0] == 1:
             buffer.index_copy_(2, slots[0], states.to(buffer.dtype))

@@ -66,15 +66,17 @@ class PassResult:
         logits: `[batch, tokens, vocab]`, or `NO_LOGITS`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
         behind: what came of the nodes behind a draft, as `Behind.run` returns it; None: there were none.
+        written: what a recorded pass leaves for slots on the host, as `SharedCache.write` takes it.
     """
 
     logits: Tensor
     states: ExactStates | None = None
     features: Features = field(default_factory=dict)
     behind: object = None
+    written: tuple[Tensor, ...] = ()
 
     def flat(self) -> tuple[Tensor, ...]:
-        """Return all tensors of a program's result: logits if there are any, states, features."""
+        """Return the tensors of a result: logits if there are any, states, features."""
         logits = () if self.logits is NO_LOGITS else (self.logits,)
         states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
         return (*logits, *states, *self.features.values())
@@ -83,7 +85,8 @@ class PassResult:
         """Return the result of the first `width` tokens of the first `rows` rows; None: of all rows."""
         logits = self.logits if self.logits is NO_LOGITS else self.logits[:rows, :width]
         states = None if self.states is None else self.states.first(width)
-        return PassResult(logits, states, {point: each[..., :rows, :width, :] for point, each in self.features.items()})
+        features = {point: each[..., :rows, :width, :] for point, each in self.features.items()}
+        return PassResult(logits, states, features, written=self.written)
 
 
 class Behind(ABC):

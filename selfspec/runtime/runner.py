@@ -278,13 +278,16 @@ class RecordedRunner(ModelRunner):
             # The modules, too: the number of tokens may decide the last bits.
             tensors, request = wider, replace(request, tokens=wider.tokens)
             kind = self._kind(request, tensors)
-        return self._programs.run(
+        result = self._programs.run(
             kind,
             tensors,
             width,
             stock=lambda: self._run_stock(request).first(width),
             function=lambda: self._function(kind),
         )
+        if result.written:
+            self.cache.write(result.written, width)
+        return result
 
     def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
         tokens = request.tokens

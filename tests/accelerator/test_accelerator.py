@@ -26,6 +26,7 @@ from helpers.accelerator.device import Accelerator, present
 from helpers.captures import wrapped
 from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
 from helpers.serving import assert_joining_rows_are_stock, small
+from selfspec.decode.generation import Limits
 from selfspec.device import HostCopy, backend, to_device
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import UnsupportedOptionError
@@ -93,10 +94,11 @@ def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, id
             assert torch.equal(generation.output().sequences, expected)
 
 
-def captured(model: PreTrainedModel, name: str, ids: Tensor) -> GraphCache:
+def captured(model: PreTrainedModel, name: str, ids: Tensor, limits: Limits | None = None) -> GraphCache:
     """Check greedy text of passes that are captured, and give their programs."""
     runtime = selfspec.runtime.CudaGraphs(after=0, bucket=32)
     spec = wrapped(model, runtime, parse_draft(name))
+    spec.limits = limits
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
     for _ in range(2):
         assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
@@ -170,6 +172,18 @@ def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_p
 @pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
 def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
     assert captured(model_on(accelerator), name, prompts(accelerator, 1)).proved
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["none", "exit:1"])
+def test_keys_on_the_host_are_waited_for_by_nobody_and_read_by_captured_passes(
+    accelerator: Accelerator, name: str, rows: int
+) -> None:
+    model, ids, limits = model_on(accelerator), prompts(accelerator, rows), Limits(256, 64, "host")
+    spec = selfspec.wrap(model, parse_draft(name), draft_length=3, runtime=selfspec.runtime.Eager())
+    spec.limits = limits
+    assert_one_wait(spec, accelerator, ids)
+    assert all(kind.kept == "host" for kind in captured(model, name, ids, limits).proved)
 
 
 class Copies(DeviceCopies):

@@ -24,7 +24,7 @@ from selfspec.formats.format import Format
 from selfspec.formats.int4 import Int4
 from selfspec.formats.int8 import Int8
 from selfspec.formats.packed import Packed, PackedLinear, fixed
-from selfspec.formats.rounding import Rounded, column_sizes
+from selfspec.formats.rounding import Kernels, Rounded, column_sizes
 
 EIGHT, FOUR = Int8(), Int4()
 
@@ -81,6 +81,17 @@ def test_the_columns_of_a_head_stay_as_they_are() -> None:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     assert (EIGHT.pack_head(weight)["factors"] == 1).all()
     assert (EIGHT.pack(weight)["factors"] != 1).any()
+
+
+def test_4_bits_fit_no_device_that_lacks_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # AMD's cards for consumers have the capability of NVIDIA's, and not their product, which the CPU lacks as well.
+    lacking, device = int4._aten_runs(torch.device("cpu")), torch.device("cuda")
+    assert not lacking
+    monkeypatch.setattr(int4, "kernels_of", lambda _: Kernels.ATEN)
+    for runs in (lacking, True):
+        monkeypatch.setattr(int4, "_aten_runs", lambda _, runs=runs: runs)
+        assert FOUR.fits((128, 1024), device) is runs
+    assert FOUR.fits((128, 1024), torch.device("cpu"))
 
 
 def test_groups_that_do_not_divide_are_refused() -> None:

@@ -103,6 +103,18 @@ def test_drafts_promise_more_than_plain_streaming() -> None:
     assert plan.draft_length > 8
 
 
+def test_a_plan_prices_what_the_host_launches() -> None:
+    memory = Memory(0, 2**26, (2**28,) * 20, 2**26, {"int8": (2**26,) * 20, "int4": (2**25,) * 20}, 0, 0)
+    free, slow, slower = (
+        plan_memory(memory, 2**31, Bandwidth(500e9, 25e9, launch), FORMATS) for launch in (0.0, 1e-4, 1e-3)
+    )
+    # A pass takes as long as its weights or its launches do, and so does a draft step.
+    assert slow.plain == free.plain == pytest.approx(25e9 / free.streamed, rel=0.1)
+    assert slow.draft_step == pytest.approx(60e-4 * slow.plain)
+    assert slower.plain == pytest.approx(1 / (20 * 47e-3))
+    assert slower.draft_length < slow.draft_length
+
+
 def test_too_little_says_how_much_is_needed_and_what_for() -> None:
     memory = Memory(2**28, 2**27, (2**28,) * 4, 2**25, {"int8": (2**26,) * 4, "int4": (2**25,) * 4}, 2**24, 2**24)
     with pytest.raises(UnsupportedOptionError) as refused:

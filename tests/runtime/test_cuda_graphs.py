@@ -109,7 +109,7 @@ def test_another_generation_has_a_cache_elsewhere(llama: PreTrainedModel) -> Non
 
 def test_a_limited_number_of_graphs_is_kept(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2
-    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", most)
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", most)
     spec = wrapped(llama, StandIn(0, BUCKET))
     for _ in range(2):
         assert_stock(spec, tiny.prompt(PROMPT), NEW)

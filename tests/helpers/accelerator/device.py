@@ -141,7 +141,10 @@ class Accelerator:
         if source.device == to.device:
             copied: Tensor = self.launch(_ATEN.copy_.default, to, source)
             return copied
-        at_once = not (non_blocking and (source if source.device.type == "cpu" else to).is_pinned())
+        on_host = source if source.device.type == "cpu" else to
+        at_once = not (non_blocking and on_host.is_pinned())
+        if self.capture is None:
+            self.streams.current.come_to(on_host)
         if to.device.type == "cpu":
             self.counts.to_host += size
         else:
@@ -150,7 +153,9 @@ class Accelerator:
             self.host_waits("copy")
             there.copy_(here)
         elif self.capture is not None:
-            raise RuntimeError("operation not permitted when stream is capturing: copy of memory of the host")
+            if to.device.type == "cpu":
+                raise RuntimeError("operation not permitted when stream is capturing: copy to memory of the host")
+            self.capture.note_copy(source, to)
         elif to.device.type == "cpu":
             self.streams.current.add(Late(there, here.to(to.dtype, copy=True), for_host=True))
         elif self.streams.current is self.streams.default:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ class Late:
             self.to.fill_(float("nan"))
         else:
             self.to.copy_(~self.values)
+
+    def touches(self, address: int) -> bool:
+        """Whether it reads or writes this memory of the host."""
+        held = (each for each in (self.to, self.source) if each is not None)
+        return any(each.untyped_storage().data_ptr() == address for each in held)
 
     def run(self) -> None:
         if self.done:
@@ -83,6 +89,14 @@ class Stream:
         self.waited += host_waits
         _run(self._late, host_waits)
         self._late = [each for each in self._late if not each.done]
+
+    def come_to(self, memory: Tensor) -> None:
+        """Finish copies of memory of the host, and all before them: another copy of it follows."""
+        address = memory.untyped_storage().data_ptr()
+        ends = [number for number, each in enumerate(self._late, 1) if each.touches(address)]
+        for each in self._late[: max(ends, default=0)]:
+            each.run()
+        self._late = self._late[max(ends, default=0) :]
 
     def mark(self) -> list[Late]:
         return list(self._late)
@@ -269,6 +283,8 @@ class Capture:
     device: Accelerator
     pool: Pool
     calls: list[Callable[[], None]] = field(default_factory=list)
+    # Of the host, whose addresses copies read.
+    _storages: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     _before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def keep_for_undoing(self, written: Iterable[Tensor]) -> None:
@@ -283,6 +299,27 @@ class Capture:
         for host, before in reversed(self._before):
             host.copy_(before)
         self._before.clear()
+
+    def note_copy(self, source: Tensor, to: Tensor) -> None:
+        """Keep a copy from locked memory of the host, which reads what lies there when it is replayed."""
+        self._storages.append(weakref.ref(source.untyped_storage()))
+        kept, like, address = self._storages[-1], _like(source), source.untyped_storage().data_ptr()
+        target = self._kept(to)
+
+        def again() -> None:
+            storage = kept()
+            if storage is None or storage.data_ptr() != address:
+                raise AssertionError("a graph reads memory of the host that was freed")
+            source = _empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
+            self.device.streams.current.come_to(source)
+            self._now(target).copy_(source)
+
+        self.calls.append(again)
+
+    def check_storages(self) -> None:
+        """Refuse copies of memory that is gone by the end of the capture."""
+        if any(each() is None for each in self._storages):
+            raise RuntimeError("operation not permitted when stream is capturing: copy of memory that is freed")
 
     def note(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         args, kwargs = tree_map(self._kept, args), tree_map(self._kept, kwargs)
@@ -338,6 +375,7 @@ class Graph:
     def capture_end(self) -> None:
         assert self._capture is not None
         self._device.capture = None
+        self._capture.check_storages()
         self._capture.undo()
         # Nothing ran yet.
         self._capture.pool.spoil()
