@@ -22,11 +22,11 @@ class DeviceCopies:
     """Copies to one device on a stream of its own; marks order copies with computations. Only `finish` waits."""
 
     # Module of streams.
-    _torch: Any = torch.cuda
+    _backend: Any = torch.cuda
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side = self._torch.Stream(device)
+        self._side = self._backend.Stream(device)
 
     def host_memory(self, size: int) -> Tensor:
         """Allocate memory of the host that the device copies from by itself, `[size]`, in bytes; see `release`."""
@@ -59,28 +59,28 @@ class DeviceCopies:
         """Request a copy that begins after some marks of computations; return its mark."""
         for mark in after:
             self._side.wait_event(mark)
-        with self._torch.stream(self._side):
+        with self._backend.stream(self._side):
             to.copy_(source, non_blocking=True)
         return self._side.record_event()
 
     def wait_for(self, copied: Any) -> None:
         """Make later computations wait for a copy."""
-        self._torch.current_stream(self.device).wait_event(copied)
+        self._backend.current_stream(self.device).wait_event(copied)
 
     def computed(self) -> Any:
         """Return a mark of all computations requested so far."""
-        return self._torch.current_stream(self.device).record_event()
+        return self._backend.current_stream(self.device).record_event()
 
     def finish(self) -> None:
         """Wait until all copies and computations are done."""
         # Do not wait for the whole device: that fails while another thread captures a graph.
         self._side.synchronize()
-        self._torch.current_stream(self.device).synchronize()
+        self._backend.current_stream(self.device).synchronize()
 
     def device_bytes(self) -> int:
         """Return the bytes of memory of the device that no other process takes, and no tensor of this one."""
-        free = int(self._torch.mem_get_info(self.device)[0])
-        held: int = self._torch.memory_reserved(self.device) - self._torch.memory_allocated(self.device)
+        free = int(self._backend.mem_get_info(self.device)[0])
+        held: int = self._backend.memory_reserved(self.device) - self._backend.memory_allocated(self.device)
         return free + held
 
 

@@ -91,7 +91,7 @@ class Copies(DeviceCopies):
     """Copies to the stand-in, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._torch = backend(device)
+        self._backend = backend(device)
         super().__init__(device)
 
     def host_memory(self, size: int) -> Tensor:
@@ -123,7 +123,8 @@ def assert_captured(spec: selfspec.SelfSpeculative, folder: Path, rows: int, dev
     ids = prompts(rows)
     expected = stock(folder).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
     for _ in range(2):
-        found = spec.generate(ids.to(device), max_new_tokens=NEW, draft_length=3, **GREEDY)
+        given = ids.to(device)
+        found = spec.generate(given, torch.ones_like(given), max_new_tokens=NEW, draft_length=3, **GREEDY)
         assert torch.equal(found.sequences.cpu(), expected)
     assert not spec.programs.refusals
     assert spec.programs.proved

@@ -114,7 +114,7 @@ def _calls(file: Path) -> list[ast.Call]:
         (node, node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
     # Another engine's prompts are texts, and a stream of a device is none of tokens.
-    others = ("torch.cuda.stream", "self._backend.stream", "engine.generate")
+    others = ("self._backend.stream", "engine.generate")
     return [call for call, method in methods if method.attr in CALLS and ast.unparse(method) not in others]
 
 

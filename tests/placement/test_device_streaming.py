@@ -16,9 +16,12 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.copies import MASK, PROMPTS, StandInCopies, greedy, plan, stand_in_device, streamed, wrapped
+from selfspec.control.profile import DraftChoice
 from selfspec.errors import StorageError, UnsupportedOptionError
+from selfspec.model.registry import find_adapter
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import place
+from selfspec.placement.plan import LONGEST, NODES
 from selfspec.placement.stored import WeightFiles
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, FromHost, source_for
@@ -46,6 +49,14 @@ def test_a_pass_moves_each_weight_once_and_draft_steps_move_none(tmp_path: Path)
     passes = output.stats.rounds + 2
     assert copies.copied <= placement.stream.bytes_moved <= passes * each + 4 * 64 * 64 * 4
     assert placement.stream.bytes_moved >= output.stats.rounds * each
+
+
+def test_drafts_may_be_trees_where_a_device_computes_while_weights_arrive(tmp_path: Path) -> None:
+    for source, nodes in ((FromHost(StandInCopies()), NODES), (FromDisk(), None)):
+        model = streamed(tmp_path, llama(), source)
+        placement: Any = placement_of(model)
+        choice = placement.choice(DraftChoice(selfspec.drafts.LowPrecision(4)), model, find_adapter(model))
+        assert choice.control == selfspec.CostAware(LONGEST, nodes=nodes)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
