@@ -271,6 +271,12 @@ class HostLayer(SharedLayer):
         assert isinstance(other, HostLayer)
         self._device = other._device
 
+    def narrow_slots(self, rows: Sequence[int]) -> None:
+        super().narrow_slots(rows)
+        if self._stored is not None:
+            # Into locked memory again.
+            self._store([self._resized(slots) for slots in self._stored])
+
     def _seen(self, slots: Tensor, width: int) -> Tensor:
         self._cursors.copying = self._device
         return super()._seen(from_host(slots, self._cursors.visible(width, self._cursors.first), self._device), width)
