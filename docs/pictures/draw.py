@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from matplotlib.patches import FancyBboxPatch
 from selfspec.tools.lab.report import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
 
 FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
 _LIGHT = {
     BLUE: "#CCE3F0",
     VERMILION: "#F7DFCC",
@@ -303,6 +305,40 @@ def draw_planes() -> Figure:
     return figure
 
 
+def draw_front() -> Figure:
+    """Speed and bytes of weights of ways to decode a checkpoint in bfloat16, by `benchmarks/planes.py`."""
+    speeds = json.loads((RESULTS / "planes_bfloat16.json").read_text())["models"]["smollm2-bf16"]
+    sizes = json.loads((RESULTS / "planes_bits.json").read_text())["models"]["smollm2-bf16"]
+    dense, packed = sizes["bytes in bfloat16"] / 1e6, sizes["bytes in planes"] / 1e6
+    ways = (
+        ("model.generate", "transformers", dense, GREY),
+        ("llama.cpp BF16", "llama.cpp, BF16", dense, GREY),
+        ("plain", "selfspec", dense, BLUE),
+        ("planes", "selfspec, in planes", packed, GREEN),
+        ("planes, lookup+upper", "in planes, draft lookup+upper", packed, GREEN),
+    )
+    figure = Figure((7.2, 2.5))
+    left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (2.4, 1), "wspace": 0.06})
+    for place, (name, _, size, colour) in enumerate(ways):
+        for shift, temperature in ((-0.2, "0"), (0.2, "0.8")):
+            speed = speeds[temperature][name]["whole: tokens/s"]
+            error = [[speed["value"] - speed["low"]], [speed["high"] - speed["value"]]]
+            alpha = 1 if temperature == "0" else 0.55
+            left.barh(place + shift, speed["value"], 0.36, color=colour, alpha=alpha, xerr=error, ecolor=BLACK)
+        right.barh(place, size, 0.76, color=colour)
+        right.text(size - 8, place, f"{size:.0f} MB", ha="right", va="center", fontsize=8, color="white")
+    left.text(
+        0.99, 0.97, "dark: greedy; light: temperature 0.8", transform=left.transAxes, ha="right", va="top", fontsize=7
+    )
+    left.set(yticks=range(len(ways)), yticklabels=[shown for _, shown, *_ in ways], xlabel="tokens a second")
+    right.set(yticks=[], xlabel="weights", xticks=[])
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.tick_params(length=0)
+    figure.subplots_adjust(0.26, 0.18, 0.99, 0.98)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "round": draw_round,
     "paths": draw_paths,
@@ -311,6 +347,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "formula": draw_formula,
     "streaming": draw_streaming,
     "planes": draw_planes,
+    "front": draw_front,
 }
 
 
