@@ -1,6 +1,7 @@
-"""Compute products of few rows with weights in 8 and 4 bits on a CUDA device, in Triton.
+"""Compute products of few rows with weights in 8 and 4 bits, or as they are, on a CUDA device, in Triton.
 
-Weights are read once for up to sixteen rows, of any dtype, as words of 32 bits: four levels of 8 bits, in order, or
+One launch multiplies with several weights, side by side, or with two, one of which gates the other. Weights are read
+once for up to sixteen rows, of any dtype; those in few bits as words of 32 bits: four levels of 8 bits, in order, or
 eight of 4 bits, the first in the lowest bits. In 4 bits a block of 128 inputs is 16 words, and word w has the inputs
 from 32 (w % 4) + 8 (w // 4) on: four words that lie side by side, which a thread reads at once, hold 8 inputs of each
 32, so that threads side by side read states side by side. Sizes alone decide the order in which an output is summed, so
@@ -12,6 +13,8 @@ a seed gives the same tokens in every process: nothing is tuned at run time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -20,10 +23,13 @@ from torch.library import custom_op
 
 # Rows of a program if there are several: the fewest that matrix units take.
 _ROWS = 16
-# Outputs of a program over several rows, words of each that it reads at once, and how often before they are needed.
-_OUTPUTS, _WORDS, _STAGES = 32, {8: 32, 4: 8}, {8: 4, 4: 6}
+# The most of weights as they are, which are read again for more rows.
+_MOST_ROWS = 64
+# Outputs of a program over several rows, words of each that it reads at once, and how often before they are needed, by
+# bits. Weights as they are have the bits of their dtype.
+_OUTPUTS, _WORDS, _STAGES = 32, {32: 64, 16: 32, 8: 32, 4: 8}, {32: 3, 16: 4, 8: 4, 4: 6}
 # Warps of a program over one row, by bits; each reads 128 words of each of 8 outputs at once.
-_WARPS = {8: 4, 4: 2}
+_WARPS = {32: 4, 16: 4, 8: 4, 4: 2}
 # Programs that keep a device busy, and the fewest reads in a row that a program should have.
 _PROGRAMS, _READS = 128, 8
 
@@ -105,12 +111,77 @@ def _scale_and_zero(pair):
 
 
 @triton.jit
-def one_row(
+def _place(outputs, program, block: tl.constexpr):
+    """Return which of several weights a program reads, its first output there, and where its weight's outputs begin."""
+    which, first, start = 0, 0, 0
+    before, begin = 0, 0
+    for part in tl.static_range(1, len(outputs)):
+        before += tl.cdiv(outputs[part - 1], block)
+        begin += outputs[part - 1]
+        which = tl.where(program >= before, part, which)
+        first = tl.where(program >= before, before, first)
+        start = tl.where(program >= before, begin, start)
+    return which, ((program - first) * block).to(tl.int64), start
+
+
+@triton.jit
+def _one(every, which):
+    """Return one of several numbers or addresses."""
+    found = every[0]
+    for part in tl.static_range(1, len(every)):
+        found = tl.where(which == part, every[part], found)
+    return found
+
+
+@triton.jit
+def _activated(states, gate: tl.constexpr):
+    """Compute the activation of a gate."""
+    if gate == "silu":
+        found = states * tl.sigmoid(states)
+    elif gate == "gelu":
+        found = 0.5 * states * (1.0 + tl.erf(states * 0.7071067811865476))
+    else:
+        # By the tangent, which is 2 sigmoid(2 x) - 1.
+        found = states * tl.sigmoid(1.5957691216057308 * (states + 0.044715 * states * states * states))
+    return found
+
+
+@triton.jit
+def _row_of_numbers(states, weight, output, outputs, inputs, threads: tl.constexpr):
+    """Sum eight outputs of one row, `[8]`, with a weight in a dtype; a thread reads 16 bytes of each output at once."""
+    wide: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
+    thread = tl.arange(0, threads)
+    totals = ()
+    for _ in tl.static_range(8):
+        totals = totals + (tl.zeros((threads,), tl.float32),)
+    for first in range(0, inputs, wide * threads):
+        column = first + thread[:, None] * wide + tl.arange(0, wide)[None, :]
+        state = tl.load(states + column, mask=column < inputs, other=0.0).to(tl.float32)
+        more = ()
+        for number in tl.static_range(8):
+            row = tl.minimum(output + number, outputs - 1)
+            read = tl.load(weight + row * inputs + column, mask=column < inputs, other=0.0)
+            more = more + (totals[number] + tl.sum(state * read.to(tl.float32), 1),)
+        totals = more
+    return tl.sum(_side_by_side(totals, threads), 0)
+
+
+@triton.jit
+def _side_by_side(totals, threads: tl.constexpr):
+    """Join eight sums of each thread, `[threads, 8]`."""
+    # Halves of the outputs first: what is joined last lies side by side.
+    even = tl.join(tl.join(totals[0], totals[4]), tl.join(totals[2], totals[6]))
+    odd = tl.join(tl.join(totals[1], totals[5]), tl.join(totals[3], totals[7]))
+    return tl.reshape(tl.join(even, odd), (threads, 8))
+
+
+@triton.jit
+def _row_of_levels(
     states,
     factors,
     levels,
     scales,
-    product,
+    output,
     outputs,
     inputs,
     units,
@@ -118,12 +189,11 @@ def one_row(
     bits: tl.constexpr,
     threads: tl.constexpr,
 ):
-    """Compute eight outputs of one row; arguments are as in `few_rows`.
+    """Sum eight outputs of one row, `[8]`, with a weight in few bits.
 
     A thread reads four words of each output and the states that they multiply, and nothing of another thread: the sums
     of threads are added up at the end.
     """
-    output = tl.program_id(0).to(tl.int64) * 8
     thread = tl.arange(0, threads)
     # Of states: those that take 16 bytes.
     wide: tl.constexpr = 8 if states.dtype.element_ty.primitive_bitwidth == 16 else 4
@@ -175,26 +245,77 @@ def one_row(
                     total += zero * sums[part]
             more = more + (total,)
         totals = more
-    # Halves of the outputs first: what is joined last lies side by side.
-    even = tl.join(tl.join(totals[0], totals[4]), tl.join(totals[2], totals[6]))
-    odd = tl.join(tl.join(totals[1], totals[5]), tl.join(totals[3], totals[7]))
-    found = tl.reshape(tl.join(even, odd), (threads, 8))
-    output += tl.arange(0, 8)
+    found = _side_by_side(totals, threads)
     if bits == 8:
+        output += tl.arange(0, 8)
         found = tl.sum(found - _too_large(totals, whole, 0, 8)[:, None], 0)
         found *= tl.load(scales + output, mask=output < outputs, other=0.0).to(tl.float32)
     else:
         found = tl.sum(found, 0)
-    tl.store(product + output, found.to(product.dtype.element_ty), mask=output < outputs)
+    return found
 
 
 @triton.jit
-def few_rows(
+def _row_of(
     states,
     factors,
     levels,
     scales,
+    output,
+    outputs,
+    inputs,
+    units,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    threads: tl.constexpr,
+):
+    if bits > 8:
+        # So the compiler knows that 16 bytes never begin past the end.
+        found = _row_of_numbers(states, levels, output, outputs, units * 16, threads)
+    else:
+        found = _row_of_levels(states, factors, levels, scales, output, outputs, inputs, units, group, bits, threads)
+    return found
+
+
+@triton.jit
+def one_row(
+    states,
+    factors,
+    levels,
+    scales,
+    biases,
     product,
+    outputs,
+    inputs,
+    units,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    gate: tl.constexpr,
+    threads: tl.constexpr,
+):
+    """Compute eight outputs of one row; arguments are as in `few_rows`."""
+    which, output, start = _place(outputs, tl.program_id(0), 8)
+    count = _one(outputs, which)
+    factor, level, scale = _one(factors, which), _one(levels, which), _one(scales, which)
+    found = _row_of(states, factor, level, scale, output, count, inputs, units, group, bits, threads)
+    if gate is not None:
+        factor, level, scale = factors[1], levels[1], scales[1]
+        gated = _activated(found, gate)
+        found = gated * _row_of(states, factor, level, scale, output, count, inputs, units, group, bits, threads)
+    output += tl.arange(0, 8)
+    if biases is not None:
+        found += tl.load(_one(biases, which) + output, mask=output < count, other=0.0).to(tl.float32)
+    tl.store(product + start + output, found.to(product.dtype.element_ty), mask=output < count)
+
+
+@triton.jit
+def _tile(
+    states,
+    factors,
+    levels,
+    scales,
+    output,
+    row,
     rows,
     outputs,
     inputs,
@@ -202,26 +323,21 @@ def few_rows(
     reads,
     group: tl.constexpr,
     bits: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_outputs: tl.constexpr,
     block_words: tl.constexpr,
 ):
-    """Compute some outputs of some rows, `[rows, inputs]` times `factors`, `[inputs]`, to `[parts, rows, outputs]`.
-
-    `levels` are `[outputs, words]`, or bytes of words in 8 bits. A unit of a row is four words, or sixteen in 4 bits,
-    and a part of a sum is of `reads` times `block_words` words. In 8 bits `scales` are `[outputs]`; in 4 bits they are
-    words of a scale and the value of level 8, `[outputs, groups]`, each for `group` inputs.
-    """
-    output = (tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)).to(tl.int64)
-    row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    """Sum a part of some outputs of some rows, `[rows, outputs]`."""
     inside = output < outputs
-    words = units * (4 if bits == 8 else 16)
+    words = units * (4 if bits == 8 else bits // 2 if bits > 8 else 16)
     place = tl.arange(0, block_words * (32 // bits))
-    total = tl.zeros((block_rows, block_outputs), tl.float32)
+    total = tl.zeros((row.shape[0], output.shape[0]), tl.float32)
     begin = tl.program_id(2) * reads * block_words
     for first in range(begin, tl.minimum(begin + reads * block_words, words), block_words):
         word = first + tl.arange(0, block_words)
-        if bits == 8:
+        if bits > 8:
+            column = first * (32 // bits) + place
+            there = inside[:, None] & (column < inputs)[None, :]
+            weights = tl.load(levels + output[:, None] * (units * 16) + column[None, :], mask=there, other=0.0)
+        elif bits == 8:
             column = first * 4 + place
             there = inside[:, None] & (column < words * 4)[None, :]
             weights = tl.load(levels + output[:, None] * (words * 4) + column[None, :], mask=there, other=0)
@@ -234,19 +350,96 @@ def few_rows(
             at = scales + output[:, None] * _groups(units, group) + _group(word, group)[None, :]
             scale, zero = _scale_and_zero(tl.load(at, mask=there, other=0).to(tl.uint32, bitcast=True))
             weights = (read.to(tl.float32) - 8) * scale[:, :, None] + zero[:, :, None]
-            weights = tl.reshape(weights, (block_outputs, block_words * 8))
+            weights = tl.reshape(weights, (output.shape[0], block_words * 8))
         at = states + row.to(tl.int64)[:, None] * inputs + column[None, :]
         some = tl.load(at, mask=(row < rows)[:, None] & (column < inputs)[None, :], other=0.0)
-        factor = tl.load(factors + column, mask=column < inputs, other=0.0)
-        some = (some.to(tl.float32) * factor[None, :]).to(some.dtype)
-        total = tl.dot(some, tl.trans(weights.to(some.dtype)), total)
+        if bits <= 8:
+            factor = tl.load(factors + column, mask=column < inputs, other=0.0)
+            some = (some.to(tl.float32) * factor[None, :]).to(some.dtype)
+        total = tl.dot(some, tl.trans(weights.to(some.dtype)), total, input_precision="ieee" if bits == 32 else None)
     if bits == 8:
         total *= tl.load(scales + output, mask=inside, other=0.0).to(tl.float32)[None, :]
-    at = product + tl.program_id(2).to(tl.int64) * rows * outputs + row.to(tl.int64)[:, None] * outputs
+    return total
+
+
+@triton.jit
+def few_rows(
+    states,
+    factors,
+    levels,
+    scales,
+    biases,
+    product,
+    rows,
+    outputs,
+    every,
+    inputs,
+    units,
+    reads,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    gate: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block_words: tl.constexpr,
+):
+    """Compute some outputs of some rows, `[rows, inputs]` times `factors`, `[inputs]`, to `[parts, rows, every]`.
+
+    Of each weight there is one in `factors`, `levels`, `scales`, `biases` and `outputs`; they lie side by side in the
+    product, or the first, activated by `gate`, is a factor of the second. `levels` are `[outputs, words]`, or bytes of
+    words in 8 bits, or numbers, without factors. A unit of a row is four words, or sixteen in 4 bits, or sixteen
+    numbers, and a part of a sum is of `reads` times `block_words` words. In 8 bits `scales` are `[outputs]`; in 4 bits
+    they are words of a scale and the value of level 8, `[outputs, groups]`, each for `group` inputs.
+    """
+    row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    which, output, start = _place(outputs, tl.program_id(0), block_outputs)
+    output += tl.arange(0, block_outputs)
+    count = _one(outputs, which)
+    factor, level, scale = _one(factors, which), _one(levels, which), _one(scales, which)
+    total = _tile(
+        states,
+        factor,
+        level,
+        scale,
+        output,
+        row,
+        rows,
+        count,
+        inputs,
+        units,
+        reads,
+        group,
+        bits,
+        block_words,
+    )
+    if gate is not None:
+        factor, level, scale = factors[1], levels[1], scales[1]
+        gated = _activated(total, gate)
+        total = gated * _tile(
+            states,
+            factor,
+            level,
+            scale,
+            output,
+            row,
+            rows,
+            count,
+            inputs,
+            units,
+            reads,
+            group,
+            bits,
+            block_words,
+        )
+    if biases is not None:
+        # Once, in the first part of a sum.
+        there = output < tl.where(tl.program_id(2) == 0, count, 0)
+        total += tl.load(_one(biases, which) + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    at = product + tl.program_id(2).to(tl.int64) * rows * every + row.to(tl.int64)[:, None] * every + start
     tl.store(
         at + output[None, :],
         total.to(product.dtype.element_ty),
-        mask=(row < rows)[:, None] & inside[None, :],
+        mask=(row < rows)[:, None] & (output < count)[None, :],
     )
 
 
@@ -269,9 +462,7 @@ def low_bits_product(states: Tensor, factors: Tensor, levels: Tensor, scales: Te
     `scales` are `[out, groups, 2]`, bfloat16: the scale of a group, and the value of level 8. The size of a group is a
     power of two, at least 32.
     """
-    # Triton launches on the current device, whatever its arguments are on.
-    with torch.cuda.device_of(states):
-        return _launched(states, factors, levels, scales)
+    return joint_product(states, [levels], [factors], [scales])
 
 
 @low_bits_product.register_fake
@@ -279,59 +470,84 @@ def _(states: Tensor, _: Tensor, levels: Tensor, *__: Tensor) -> Tensor:
     return states.new_empty(states.shape[0], levels.shape[0])
 
 
-def _launched(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
+def joint_product(
+    states: Tensor,
+    weights: Sequence[Tensor],
+    factors: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    biases: Sequence[Tensor] = (),
+    gate: str | None = None,
+) -> Tensor:
+    """Multiply rows, `[rows, in]`, with several weights of one kind in one launch: `[rows, sum of outputs]`.
+
+    Weights are `[out, in]`, contiguous, in the dtype of the states, `in` a multiple of 16, or levels with their factors
+    and scales, as in `low_bits_product`. There is a bias, `[out]`, for each or none. With a `gate`, "silu", "gelu" or
+    "gelu_by_tanh", there are two weights, and the activated first product is a factor of the second: `[rows, out]`.
+    """
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(states):
+        return _launched(states, weights, factors, scales, biases, gate)
+
+
+def _launched(
+    states: Tensor,
+    weights: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    gate: str | None,
+) -> Tensor:
     dtype = states.dtype
     # The matrix units have no float64 here.
     states = states.to(torch.float32 if dtype == torch.float64 else dtype).contiguous()
-    (rows, inputs), outputs = states.shape, levels.shape[0]
-    bits = 8 if levels.dtype == torch.int8 else 4
-    words = levels.view(torch.int32)
-    count = words.shape[1]
-    group = 0 if bits == 8 else count * 8 // scales.shape[1]
-    product = states.new_empty(rows, outputs, dtype=dtype)
-    scales = scales if bits == 8 else scales.view(torch.int32)
-    sizes = (outputs, inputs, count // (4 if bits == 8 else 16))
+    (rows, inputs), outputs = states.shape, tuple(len(each) for each in weights)
+    every = sum(outputs) if gate is None else outputs[0]
+    bits, group = 8 * weights[0].element_size(), 0
+    if factors:
+        bits = 8 if weights[0].dtype == torch.int8 else 4
+        count = weights[0].view(torch.int32).shape[1]
+        units = count // (4 if bits == 8 else 16)
+        if bits == 4:
+            group = count * 8 // scales[0].shape[1]
+            scales = [each.view(torch.int32) for each in scales]
+    else:
+        # None of these is read.
+        factors = scales = weights
+        units, count = inputs // 16, inputs * bits // 32
+    product = states.new_empty(rows, every, dtype=dtype)
+    held = tuple(biases) or None
     # Given, since Triton 3.9 warns if it is not.
-    fused = {"enable_fp_fusion": True}
+    how = {"group": group, "bits": bits, "gate": gate, "enable_fp_fusion": True}
     if rows == 1:
         warps = _WARPS[bits]
-        one_row[(triton.cdiv(outputs, 8),)](
-            states,
-            factors,
-            words,
-            scales,
-            product,
-            *sizes,
-            group=group,
-            bits=bits,
+        words = tuple(each.view(torch.int32) if bits <= 8 else each for each in weights)
+        one_row[(sum(triton.cdiv(each, 8) for each in (outputs if gate is None else outputs[:1])),)](
+            *(states, tuple(factors), words, tuple(scales), held, product, outputs, inputs, units),
             threads=32 * warps,
             num_warps=warps,
-            **fused,
+            **how,
         )
         return product
-    every, programs = triton.cdiv(count, _WORDS[bits]), triton.cdiv(outputs, _OUTPUTS)
-    reads = triton.cdiv(every, max(1, min(_PROGRAMS // programs, every // _READS)))
-    parts = triton.cdiv(every, reads)
-    found = product if parts == 1 else states.new_empty(parts, rows, outputs, dtype=torch.float32)
-    few_rows[programs, triton.cdiv(rows, _ROWS), parts](
-        states,
-        factors,
-        levels,
-        scales,
-        found,
-        rows,
-        *sizes,
-        reads,
-        group=group,
-        bits=bits,
-        block_rows=_ROWS,
+    programs = sum(triton.cdiv(each, _OUTPUTS) for each in (outputs if gate is None else outputs[:1]))
+    reads = blocks = triton.cdiv(count, _WORDS[bits])
+    if gate is None:
+        reads = triton.cdiv(blocks, max(1, min(_PROGRAMS // programs, blocks // _READS)))
+    parts, block = triton.cdiv(blocks, reads), _ROWS
+    if bits > 8:
+        block = max(_ROWS, min(_MOST_ROWS, int(triton.next_power_of_2(rows))))
+    found = product if parts == 1 else states.new_empty(parts, rows, every, dtype=torch.float32)
+    few_rows[programs, triton.cdiv(rows, block), parts](
+        *(states, tuple(factors), tuple(weights), tuple(scales), held, found),
+        *(rows, outputs, every, inputs, units, reads),
+        block_rows=block,
         block_outputs=_OUTPUTS,
         block_words=_WORDS[bits],
         num_warps=4,
         num_stages=_STAGES[bits],
-        **fused,
+        **how,
     )
     if parts > 1:
-        size = rows * outputs
+        size = rows * every
+        fused = {"enable_fp_fusion": True}
         add_parts[(triton.cdiv(size, 256),)](found, product, size, count=parts, block=256, num_warps=4, **fused)
     return product

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.cache.cursors import BUCKET, MOST_GRAPHS, WIDEST_ROUND
 from selfspec.device import backend, has_graphs, on_host
 from selfspec.errors import UnsupportedOptionError
+from selfspec.kernels.trial import runs_triton
 from selfspec.process import ProcessLock
+from selfspec.runtime.few_rows import for_noting
 from selfspec.runtime.model_state import run_watched
-from selfspec.runtime.pass_function import PassTensors
-from selfspec.runtime.runtime import RECORDING, TRIALS, Function, OtherSizesError, RecordingError, Runtime, equal
+from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.runtime import (
+    RECORDING,
+    TRIALS,
+    Function,
+    OtherSizesError,
+    RecordingError,
+    Runtime,
+    close,
+    equal,
+)
+
+_LOG = logging.getLogger(__name__)
 
 Launch = Callable[[], tuple[Tensor, ...]]
 """Run a pass over tensors at fixed addresses, and return its outputs."""
@@ -29,7 +43,8 @@ class CudaGraphs(Runtime):
     keys and values are read from the cache itself, so a graph is valid while the cache keeps its address, and the slots
     of the last text stay in memory for the next one, until the wrapper is unwrapped or rows are others. Passes read a
     multiple of `bucket` slots and mask those past a row's end, so one graph serves many lengths, and a short text does
-    not attend over all slots. A graph is used only after it has given the modules' result bit for bit.
+    not attend over all slots. Where Triton runs, patterns of operations are joined to one kernel each. A graph is used
+    only after it has given what it captured bit for bit, and the modules' result up to rounding.
 
     Attributes:
         after: number of passes of a kind that run without a graph first.
@@ -62,10 +77,19 @@ class CudaGraphs(Runtime):
         # An encoder's output is large, and has another address in each generation.
         return example.source is None
 
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return for_noting(model) if any(runs_triton(each.device) for each in model.parameters()) else model
+
+    def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+        # A capture gave the bits of what it captured: of modules, or of kernels that join what modules launch.
+        return close(given, expected)
+
     def program(self, function: Function, example: PassTensors) -> Function:
+        tensors, device = example.flat(), example.tokens.device
         # An operation that waits for the device would make a capture fail half-way.
-        run_watched(lambda: function(example.flat()))
-        device = example.tokens.device
+        expected = run_watched(lambda: function(tensors))
+        if isinstance(function, PassFunction) and runs_triton(device) and function.dtype in _FUSED:
+            function = _fused(function, tensors, expected)
         if device not in self._recorders:
             self._recorders[device] = self.recorder(device)
         return _Graphs(function, len(example.slots.memory), self._recorders[device])
@@ -76,6 +100,29 @@ class CudaGraphs(Runtime):
     def recorder(self, device: torch.device) -> Recorder:
         """Make a recorder of launches on a device."""
         return Recorder(device)
+
+
+# Dtypes whose passes are joined to few launches.
+_FUSED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _fused(function: PassFunction, tensors: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Function:
+    """Return a pass in few launches if it gives the expected; else the pass as it is, and a warning says why."""
+    # Triton is not installed everywhere.
+    from selfspec.runtime.fused import FusedPass
+
+    fused = FusedPass(function)
+    try:
+        failure = None if close(fused(tensors), expected) else "gave something else than the stock modules"
+    except torch.OutOfMemoryError:
+        raise
+    # Operations that cannot be noted, compilers and drivers raise many types of errors.
+    except Exception as error:
+        failure = f"failed: {error}"
+    if failure is None:
+        return fused
+    _LOG.warning("a pass in few launches %s; its modules are captured as they are", failure)
+    return function
 
 
 class Recorder:

@@ -36,6 +36,7 @@ from selfspec.kernels.crossover import crossover
 from selfspec.kernels.trial import runs_triton
 from selfspec.model.substitutes import experts_over_packed
 from selfspec.model.view import copied, is_streamed, runs_as_written, same_code, view_of, view_running, view_with
+from selfspec.runtime.noting import is_noted
 
 Pays = Callable[[int, int], bool]
 """Return whether the weight on the left is faster, by the width of a layer's input and the number of rows."""
@@ -160,6 +161,11 @@ def for_grouped_queries(module: nn.Module) -> nn.Module:
     return with_kernel(module, _NAME, _shares_heads)
 
 
+def for_noting(module: nn.Module) -> nn.Module:
+    """Make a view of a module on the sdpa kernel whose attentions are noted as one operator each, and run as usual."""
+    return with_kernel(module, _NAME, runs_stock_kernel)
+
+
 def with_kernel(module: nn.Module, name: str, takes: Callable[[nn.Module], bool]) -> nn.Module:
     """Make a view in which the attentions that `takes` accepts ask for the kernel `name`; the module itself if none."""
     return view_of(module, partial(_asking, name, takes, {}))
@@ -231,10 +237,12 @@ def _attend(
     usual = dropout == 0.0 and all(others.get(name) is None for name in _UNUSUAL)
     if attention_mask is None or not usual:
         return stock(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if is_noted(query):
+        return torch.ops.selfspec.attend(query, key, value, attention_mask, scale, 0.0), None
     if runs_triton(query.device) and _is_for_inference(query, key, value, attention_mask):
         from selfspec.kernels.triton_attention import tried_attention
 
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return tried_attention(query, key, value, attention_mask, scale, stock=stock), None
     if query.device.type != "cpu" or query.shape[2] == 1:
         return stock(), None

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.runtime import CudaGraphs, Runtime
+from selfspec.formats import int4, int8, rounding
+from selfspec.formats.rounding import Kernels
+from selfspec.kernels import native
+from selfspec.runtime import CudaGraphs, Runtime, cuda_graphs, few_rows
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
@@ -116,6 +120,18 @@ class StandIn(CudaGraphs):
     def recorder(self, device: torch.device) -> Recorder:
         self.recorders.append(StandInRecorder())
         return self.recorders[-1]
+
+
+@contextmanager
+def as_with_triton() -> Iterator[None]:
+    """Let passes on a CPU be noted, captured and rounded as on a device that runs Triton, not by kernels for CPUs."""
+    with ExitStack() as inside:
+        for module in (int4, int8, rounding):
+            inside.enter_context(mock.patch.object(module, "kernels_of", return_value=Kernels.TRITON))
+        inside.enter_context(mock.patch.object(cuda_graphs, "runs_triton", return_value=True))
+        inside.enter_context(mock.patch.object(few_rows, "is_plain", return_value=False))
+        inside.enter_context(mock.patch.object(native, "available", return_value=False))
+        yield
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -18,13 +19,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 import selfspec
 from helpers import tiny
+from helpers.captures import StandIn, StandInRecorder, as_with_triton, assert_stock, wrapped
 from helpers.drafting import GREEDY, Oracle, stock
 from helpers.reference import every_number, few_octaves, restored
+from helpers.shrunken import shrunken
 from selfspec.accept import Block, TokenLevel
 from selfspec.cache.tree import Tree
 from selfspec.decode.judge import ended
 from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
 from selfspec.draft import Draft
+from selfspec.draft.registry import parse_draft
 from selfspec.formats import int4, int8, planes, rounding, upper
 from selfspec.formats.format import formats
 from selfspec.formats.int4 import Int4Linear
@@ -34,6 +38,7 @@ from selfspec.formats.planes import Planes, PlanesLinear
 from selfspec.formats.rounding import Kernels
 from selfspec.formats.upper import Upper, UpperLinear
 from selfspec.kernels import native
+from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 
 PRODUCTS = [(64, 128), (70, 96), (5, 768), (33, 2080)]
 # Of inputs that no group divides.
@@ -69,6 +74,37 @@ def check_product(device: str, bits: int, rows: int, dtype: torch.dtype, group: 
         assert found.dtype == dtype
         off = (found.double() - expected).norm() / expected.norm()
         assert off < PRODUCT_OFF_BY[dtype], f"{bits} bits, {rows} rows, {outputs} x {inputs}, {dtype}: off by {off:.2g}"
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_by_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def check_joint(device: str, rows: int, dtype: torch.dtype) -> None:
+    """Several products in one launch are torch's, with biases, gates and in few bits; sizes fill no block."""
+    from selfspec.kernels.triton_products import joint_product
+
+    made = partial(torch.randn, device=device, dtype=dtype)
+    states, weights = made(rows, 176), [made(outputs, 176) for outputs in (33, 9, 70)]
+    biases = [made(len(each)) for each in weights]
+    expected = [states.double() @ each.double().T for each in weights]
+    several = torch.cat([one + bias for one, bias in zip(expected, biases, strict=True)], 1)
+    found = {"several": (joint_product(states, weights, biases=biases), several)}
+    for name, gate in GATES.items():
+        twice = [weights[0], weights[0].flip(0).contiguous()]
+        joint = joint_product(states / 8, twice, gate=name)
+        found[name] = joint, gate(expected[0] / 8) * (expected[0].flip(1) / 8)
+    for bits in (8, 4):
+        rounded = [formats()[f"int{bits}"]().pack(torch.randn(outputs, 96).to(device)) for outputs in (33, 9)]
+        factors, levels, scales = map(list, zip(*map(held_by_triton, rounded), strict=True))
+        some = [states[:, :96].double() @ restored(each).double().T for each in rounded]
+        found[f"{bits} bits"] = joint_product(states[:, :96], levels, factors, scales), torch.cat(some, 1)
+    for name, (given, wanted) in found.items():
+        off = (given.double() - wanted).norm() / wanted.norm()
+        assert off < PRODUCT_OFF_BY[dtype], f"{name}, {rows} rows, {dtype}: off by {off:.2g}"
 
 
 ATTENTION_OFF_BY = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -213,6 +249,57 @@ def check_norms(device: str, dtype: torch.dtype) -> None:
         off = (found.double() - expected.double()).abs().amax() / expected.double().abs().amax()
         assert off <= MOST_OFF[dtype], (width, dtype, off)
         assert torch.equal(rms_norm(states[:1, 1:2], module.weight.data, 1e-3), found[:1, 1:2])
+
+
+def check_added_norms(device: str, dtype: torch.dtype) -> None:
+    """A sum and its norm are torch's, with a norm of what is added or none."""
+    from selfspec.kernels.triton_norms import MOST_OFF, added_norm
+
+    for width, shift in product(WIDTHS, (0.0, 1.0)):
+        states, residual = torch.randn(2, 3, 2, width).to(device, dtype).unbind()
+        weight, first = torch.randn(2, width).to(device, dtype)
+        for before in (None, (first, 1e-2, shift)):
+            wide = states.double() if before is None else _normed(states, *before)
+            total = wide + residual.double()
+            given = added_norm(states, residual, weight, 1e-3, shift, before)
+            for found, expected in zip(given, (total, _normed(total, weight, 1e-3, shift)), strict=True):
+                off = (found.double() - expected).abs().amax() / expected.abs().amax()
+                assert off <= 2 * MOST_OFF[dtype], (width, shift, before, dtype, off)
+
+
+def _normed(states: Tensor, weight: Tensor, epsilon: float, shift: float) -> Tensor:
+    wide = states.double()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * (weight.double() + shift)
+
+
+def check_cache(device: str, dtype: torch.dtype) -> None:
+    """Queries are turned, keys turned and written, values written as torch does, after norms of heads or none."""
+    from selfspec.kernels.triton_rotary import rotated_to_cache
+
+    for rows, heads, key_heads, tokens, width in HEADS:
+        made = [_heads(rows, tokens, each, width).to(device, dtype) for each in (heads, key_heads, key_heads)]
+        angles = torch.randn(1, tokens, width, device=device)
+        turns = [each.to(dtype) for each in (angles.cos(), angles.sin())]
+        weights = 1 + torch.randn(2, width).to(device, dtype) / 8
+        places = torch.stack([torch.randperm(9, device=device)[:tokens] for _ in range(rows)])
+        for slots, norms in product((places, places[0]), (None, (weights[0], weights[1]))):
+            turned = made[:2]
+            if norms is not None:
+                turned = [_normed(each, one, 1e-3, 1.0).to(dtype) for each, one in zip(made, norms, strict=False)]
+            expected = [*apply_rotary_pos_emb(*turned, *turns), made[2]]
+            buffers = torch.full((2, rows, key_heads, 9, width), torch.nan, device=device, dtype=dtype).unbind()
+            given: tuple[Any, ...] = (*made, *turns, buffers, slots, norms, 1e-3, 1.0)
+            queries = rotated_to_cache(*given)
+            at = torch.arange(rows, device=device)[:, None]
+            kept = [each[at, :, slots.expand(rows, tokens)].transpose(1, 2) for each in buffers]
+            for found, wanted in zip((queries, *kept), expected, strict=True):
+                torch.testing.assert_close(
+                    found,
+                    wanted,
+                    rtol=2e-2 if dtype.itemsize == 2 else 1e-5,
+                    atol=5e-2 if dtype.itemsize == 2 else 1e-5,
+                )
+            assert all((~each.isnan()).sum() == made[1].numel() for each in buffers)
 
 
 def check_rotary(device: str, dtype: torch.dtype) -> None:
@@ -368,11 +455,57 @@ def decoding() -> None:
         check_decoding(Tree.chain(3), 4, GREEDY, torch.float32)
 
 
+class AgainRecorder(StandInRecorder):
+    """Runs what it captured once more, since launches of kernels are no operations of torch."""
+
+    def record(self, launch: Launch) -> Recording:
+        self.captured += 1
+        outputs = launch()
+
+        def replay() -> None:
+            for output, again in zip(outputs, launch(), strict=True):
+                output.copy_(again)
+
+        return Recording(replay, outputs)
+
+
+@dataclass(frozen=True)
+class AgainCaptured(StandIn):
+    def recorder(self, device: torch.device) -> Recorder:
+        return AgainRecorder()
+
+
+def check_fused(architecture: str, draft: str | None, rows: int) -> None:
+    """Captured passes in few launches give the model's own text."""
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 2} if architecture == "qwen3" else {}
+    if architecture == "gemma3_text":
+        kinds["layer_types"] = ["full_attention", "sliding_attention"]
+    model = shrunken(architecture, torch.float32, num_hidden_layers=2, **kinds)
+    with as_with_triton(), mock.patch("selfspec.runtime.cuda_graphs._LOG.warning") as warned:
+        spec = wrapped(model, AgainCaptured(0, 64), None if draft is None else parse_draft(draft))
+        prompt = tiny.prompt(5, rows)
+        assert_stock(spec, prompt, 6)
+        # Several rows write different slots.
+        mask = torch.arange(5) >= 2 * torch.arange(rows)[:, None]
+        options: dict[str, Any] = {"attention_mask": mask.long(), "max_new_tokens": 6, "do_sample": False}
+        expected = model.generate(prompt, **options)
+        assert torch.equal(spec.generate(prompt, **options).sequences, expected)
+    assert not warned.called, warned.call_args
+    assert spec.programs.proved
+    assert not spec.programs.refusals
+
+
+def fused() -> None:
+    for given in (("llama", "int8", 1), ("qwen3", None, 2), ("gemma3_text", None, 1)):
+        check_fused(*given)
+
+
 Given = Iterable[tuple[Any, ...]]
 CHECKS: dict[str, list[tuple[Callable[..., None], Given]]] = {
     "products": [
         (check_product, product((8, 4), ROWS, PRODUCT_OFF_BY)),
         (check_product, product((4,), (1, 3), (torch.float32,), GROUPS)),
+        (check_joint, product((1, 3, 17), (torch.float32, torch.float16, torch.bfloat16))),
     ],
     "planes": [
         (check_bits_of_planes, [()]),
@@ -387,6 +520,8 @@ CHECKS: dict[str, list[tuple[Callable[..., None], Given]]] = {
         (check_slots, product(DTYPES)),
         (check_verdicts, VERDICTS),
         (check_norms, product((torch.float32, torch.float16, torch.bfloat16))),
+        (check_added_norms, product((torch.float32, torch.float16, torch.bfloat16))),
+        (check_cache, product((torch.float32, torch.float16, torch.bfloat16))),
         (check_rotary, product(ATTENTION_OFF_BY)),
     ],
 }
@@ -398,16 +533,27 @@ def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
     if check is check_order_of_planes:
         # Others take minutes.
         return given in ((1, torch.float32), (3, torch.float32))
-    if torch.bfloat16 not in given or check in (check_slots, check_norms, check_rotary):
+    if torch.bfloat16 not in given or check in (
+        check_slots,
+        check_norms,
+        check_added_norms,
+        check_cache,
+        check_rotary,
+    ):
         return True
-    return (check is check_product and given[1] == 1) or (check is check_planes and not 1 < given[0] < 65)
+    return (
+        (check is check_joint and given[0] == 1)
+        or (check is check_product and given[1] == 1)
+        or (check is check_planes and not 1 < given[0] < 65)
+    )
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     part = sys.argv[1]
-    if part == "decoding":
-        decoding()
+    for whole in (decoding, fused):
+        if part == whole.__name__:
+            whole()
     for check, every in CHECKS.get(part, []):
         for given in every:
             if interpreted(check, given):

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,10 +37,10 @@ from selfspec.kernels import triton_planes as module_of_planes  # noqa: E402
 from selfspec.kernels import triton_products as module_of_products  # noqa: E402
 from selfspec.kernels.triton_attention import block_attention  # noqa: E402
 from selfspec.kernels.triton_judge import judge_chain  # noqa: E402
-from selfspec.kernels.triton_norms import rms_norm  # noqa: E402
+from selfspec.kernels.triton_norms import added_norm, rms_norm  # noqa: E402
 from selfspec.kernels.triton_planes import product_in_planes, rows_in_planes  # noqa: E402
-from selfspec.kernels.triton_products import low_bits_product  # noqa: E402
-from selfspec.kernels.triton_rotary import rotated  # noqa: E402
+from selfspec.kernels.triton_products import joint_product, low_bits_product  # noqa: E402
+from selfspec.kernels.triton_rotary import rotated, rotated_to_cache  # noqa: E402
 from selfspec.kernels.triton_slots import slots_moved  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def _autocast() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("checks", ["products", "planes", "attention", "others", "decoding"])
+@pytest.mark.parametrize("checks", ["products", "planes", "attention", "others", "decoding", "fused"])
 def test_the_interpreter_gives_what_torch_gives(checks: str) -> None:
     # In a process of its own: Triton decides at its import whether it interprets.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -144,10 +144,10 @@ class Compiling:
         names = [name for name in self.kernel.arg_names if name not in kwargs]
         constants = {name: value for name, value in kwargs.items() if name in self.kernel.arg_names}
         signature = {name: _type(value) for name, value in zip(names, args, strict=True)}
+        # What is missing is known to be.
+        constants |= {name: None for name, value in zip(names, args, strict=True) if value is None}
         signature |= dict.fromkeys(constants, "constexpr")
-        # As where it is launched: addresses of tensors are multiples of 16, and so are some sizes.
-        even = (isinstance(each, Tensor) or (isinstance(each, int) and each % 16 == 0) for each in args)
-        aligned = {(place,): [["tt.divisibility", 16]] for place, is_even in enumerate(even) if is_even}
+        aligned = {place: [["tt.divisibility", 16]] for place in _even(args)}
         source = triton.compiler.ASTSource(self.kernel, signature, constants, aligned)
         options = {name: value for name, value in kwargs.items() if name not in constants}
         for capability, shared in TARGETS.items():
@@ -159,12 +159,21 @@ class Compiling:
         self.compiled.add(self.kernel.__name__)
 
 
+def _even(values: tuple[Any, ...]) -> Iterator[tuple[int, ...]]:
+    """Say where arguments are multiples of 16, as where they are launched: addresses of tensors, and some sizes."""
+    for place, value in enumerate(values):
+        if isinstance(value, tuple):
+            yield from ((place, *inside) for inside in _even(value))
+        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            yield (place,)
+
+
 def _type(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_type, value))
     if isinstance(value, Tensor):
         return "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
-    assert isinstance(value, (int, float))
+    assert isinstance(value, (int, float)) or value is None
     return "i32" if isinstance(value, int) else "fp32"
 
 
@@ -188,15 +197,25 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(
     for bits, rows in product((8, 4), (1, 3)):
         rounded = formats()[f"int{bits}"]().pack(torch.zeros(64, 2304))
         low_bits_product(torch.zeros(rows, 2304, dtype=dtype), *triton_checks.held_by_triton(rounded))
+        factors, levels, scales = ([each] * 2 for each in triton_checks.held_by_triton(rounded))
+        joint_product(torch.zeros(rows, 2304, dtype=dtype), levels, factors, scales, gate="silu")
+    for rows in (1, 3, 64) if dtype != torch.float64 else ():
+        states, weights = torch.zeros(rows, 576, dtype=dtype), [torch.zeros(64, 576, dtype=dtype)] * 3
+        joint_product(states, weights, biases=[each[:, 0].contiguous() for each in weights])
+        joint_product(states, weights[:2], gate="gelu_by_tanh")
     planes = {part: Planes().pack(torch.zeros(64, 128))[part] for part in triton_checks.PLANE_PARTS}
     for rows, parts in product((1, 3), (triton_checks.PLANE_PARTS, ("upper", "rows"))):
         product_in_planes(torch.zeros(rows, 128, dtype=dtype), *map(planes.get, parts))
     for to in (torch.bfloat16, torch.float32):
         rows_in_planes(128, to, torch.arange(2), *planes.values())
     if dtype != torch.float64:
-        rms_norm(torch.zeros(2, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-5)
+        some, weight = torch.zeros(2, 576, dtype=dtype), torch.zeros(576, dtype=dtype)
+        rms_norm(some, weight, 1e-5)
+        added_norm(some, some, weight, 1e-5, 1.0, (weight, 1e-5, 1.0))
     heads = torch.zeros(1, 2, 3, 64, dtype=dtype)
     rotated(heads, heads, heads[:, 0], heads[:, 0])
+    norms = heads[0, 0, 0], heads[0, 0, 1]
+    rotated_to_cache(heads, heads, heads, heads[:, 0], heads[:, 0], (heads, heads), torch.arange(3), norms, 1e-5, 1.0)
     for each in (dtype, torch.int8):
         slots_moved([torch.zeros(1, 2, 9, 80, dtype=each)], *torch.tensor([[[2, 3]], [[1, 2]]]))
     p, drafted = torch.zeros(1, 3, 5000), torch.zeros(1, 2, dtype=torch.long)
@@ -226,6 +245,8 @@ def by_planes(parts: tuple[str, ...], rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def by_few_bits(bits: int, rows: int, dtype: torch.dtype) -> Tensor:
+    if bits > 8:
+        return joint_product(torch.zeros(rows, 192, dtype=dtype), [torch.zeros(64, 192, dtype=dtype)] * 3)
     rounded = formats()[f"int{bits}"]().pack(torch.zeros(64, 192))
     found: Tensor = low_bits_product(torch.zeros(rows, 192, dtype=dtype), *triton_checks.held_by_triton(rounded))
     return found
@@ -240,10 +261,14 @@ def by_few_bits(bits: int, rows: int, dtype: torch.dtype) -> Tensor:
         (module_of_planes, "few_rows_in_planes", partial(by_planes, ("upper", "rows"), 1, torch.bfloat16), 0),
         *(
             (module_of_products, "one_row", partial(by_few_bits, bits, 1, dtype), 0)
-            for bits, dtype in product((8, 4), (torch.bfloat16, torch.float32))
+            for bits, dtype in product((16, 8, 4), (torch.bfloat16, torch.float32))
         ),
     ],
-    ids=["planes", "upper plane", *(f"{bits} bits, {dtype}" for bits, dtype in product((8, 4), ("bf16", "float32")))],
+    ids=[
+        "planes",
+        "upper plane",
+        *(f"{bits} bits, {dtype}" for bits, dtype in product(("all", 8, 4), ("bf16", "float32"))),
+    ],
 )
 def test_one_row_reads_16_bytes_at_once_and_waits_for_no_thread_while_it_does(
     module: Any,
@@ -265,7 +290,7 @@ def test_one_row_reads_16_bytes_at_once_and_waits_for_no_thread_while_it_does(
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_several_rows_spill_nothing(
     bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from selfspec.formats.format import formats
 from selfspec.kernels.native import FLOAT_COLUMNS, HELD, IN_FLOAT32, MOST_ROWS, NUMBERS, PLANES, Kind
-from selfspec.runtime.native import noting
+from selfspec.runtime import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
     MOST_NODES,
@@ -27,7 +27,7 @@ from selfspec.runtime.native.instructions import (
     Storage,
     Word,
 )
-from selfspec.runtime.native.noting import Noted, form_of
+from selfspec.runtime.noting import Noted, form_of
 from selfspec.runtime.runtime import RecordingError
 
 aten = torch.ops.aten
@@ -109,6 +109,7 @@ def lowered(
     write the same slots; `tree`: the pass reads nodes of a tree. `source` are places of arguments that an encoder has
     read, which may have other lengths in other calls.
     """
+    noting.without_copies(noted.graph)
     noting.joined(noted.graph)
     return _Lowering(noted, sights, uniform, tree, buffers, source).run()
 

@@ -16,7 +16,7 @@ from selfspec.kernels import native
 from selfspec.runtime.few_rows import has_avx512, with_kernel
 from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, Storage, encoded
 from selfspec.runtime.native.lowering import Lowered, lowered
-from selfspec.runtime.native.noting import noted
+from selfspec.runtime.noting import mask_tensors, noted_pass
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import Chain, ChainStep, Draws
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, close
@@ -281,17 +281,9 @@ def captured(function: PassFunction, example: PassTensors) -> Lowered:
     """Capture a pass of a view that is `prepared`, without running it. RecordingError: programs do not know it."""
     flat, slots, source = example.flat(), example.slots, example.source
     masks = function.masks(flat)
-    by_type = masks if isinstance(masks, dict) else {None: masks}
-    made = {name: mask for name, mask in by_type.items() if mask is not None}
-    sights = [_sight(name, function) for name in made]
-
-    def whole(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(made, tensors[len(flat) :], strict=True))
-        mask = {**by_type, **given} if isinstance(masks, dict) else given[None]
-        return function.masked(tensors[: len(flat)], mask).flat()
-
+    sights = [_sight(name, function) for name in mask_tensors(masks)]
     places = () if source is None else _places(flat, source.flat())
-    graph = noted(whole, [*flat, *made.values()])
+    graph = noted_pass(function, flat, masks)
     return lowered(graph, sights, function.kind.uniform, slots.block is not None, len(slots.buffers), places)
 
 

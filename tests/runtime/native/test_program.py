@@ -28,8 +28,8 @@ from selfspec.runtime import Eager, Native, runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.native import program
 from selfspec.runtime.native.instructions import Operation, Place, Storage
-from selfspec.runtime.native.noting import noted
 from selfspec.runtime.native.program import planned, with_waits
+from selfspec.runtime.noting import noted
 from selfspec.runtime.pass_function import PassKind
 from selfspec.runtime.request import PassRequest
 

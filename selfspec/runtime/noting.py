@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.formats.packed import PackedWeight
+from selfspec.runtime.pass_function import PassFunction
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,29 @@ def noted(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
             results = function(*inputs)
     notes.graph.output(tuple(notes.node_of(each) for each in results))
     return Noted(notes.graph, notes.held)
+
+
+def noted_pass(function: PassFunction, tensors: Sequence[Tensor], masks: Any) -> Noted:
+    """Note a pass over tensors and then its masks, those of `mask_tensors`."""
+    made = mask_tensors(masks)
+
+    def whole(*given: Tensor) -> tuple[Tensor, ...]:
+        by_type = dict(zip(made, given[len(tensors) :], strict=True))
+        mask = {**masks, **by_type} if isinstance(masks, dict) else by_type[None]
+        return function.masked(given[: len(tensors)], mask).flat()
+
+    return noted(whole, [*tensors, *made.values()])
+
+
+def mask_tensors(masks: Any) -> dict[str | None, Tensor]:
+    """Return the masks of a pass, as `PassFunction.masks` gives them, by type of layers; None: of all."""
+    by_type = masks if isinstance(masks, dict) else {None: masks}
+    return {name: mask for name, mask in by_type.items() if mask is not None}
+
+
+def is_noted(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for one in a pass that is being noted."""
+    return isinstance(tensor, _StandIn)
 
 
 class _StandIn(Tensor):
@@ -159,13 +183,16 @@ def gated(gate: str, states: Any, factor: Any) -> Any:
     """Stand for `activation(states) * factor` in a graph."""
 
 
-def joined(graph: Graph) -> None:
+def without_copies(graph: Graph) -> None:
     """Rewrite a graph in place, without what computes nothing in float32: copies, and changes of float dtypes."""
     for node in graph.nodes:
-        changes_float = _is(node, aten._to_copy.default) and _is_float(node) and _is_float(node.args[0])
-        if node.target in _SAME or changes_float:
+        if node.target in _SAME or _changes_float(node):
             node.replace_all_uses_with(node.args[0])
-    for match in (_rotation, _norm, _weighted, _gate):
+
+
+def joined(graph: Graph) -> None:
+    """Rewrite a graph in place, with rotations, norms and gates as one node each; `meta` says in which dtype."""
+    for match in (_rotation, _norm, _weighted, _narrowed, _gate):
         for node in graph.nodes:
             found = match(node)
             if found is not None:
@@ -179,9 +206,9 @@ def joined(graph: Graph) -> None:
 
 def activation(node: Any) -> str | None:
     """Name the activation that a node computes; None: it is none that can be joined."""
-    if _is(node, aten.silu.default):
+    if is_call(node, aten.silu.default):
         return "silu"
-    if _is(node, aten.gelu.default):
+    if is_call(node, aten.gelu.default):
         return "gelu_by_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
     return None
 
@@ -190,14 +217,18 @@ _Found = tuple[Any, tuple[Any, ...]] | None
 
 
 def _rotation(node: Any) -> _Found:
-    if not _is(node, aten.add.Tensor) or node.kwargs or not all(_is(each, aten.mul.Tensor) for each in node.args):
+    if (
+        not is_call(node, aten.add.Tensor)
+        or node.kwargs
+        or not all(is_call(each, aten.mul.Tensor) for each in node.args)
+    ):
         return None
     (states, cosines), (turned, sines) = (each.args for each in node.args)
-    if not _is(turned, aten.cat.default) or turned.args[1:] not in ((-1,), (3,)) or len(turned.args[0]) != 2:
+    if not is_call(turned, aten.cat.default) or turned.args[1:] not in ((-1,), (3,)) or len(turned.args[0]) != 2:
         return None
     negative, left = turned.args[0]
-    right: Any = negative.args[0] if _is(negative, aten.neg.default) else None
-    if not (_is(left, aten.slice.Tensor) and _is(right, aten.slice.Tensor)):
+    right: Any = negative.args[0] if is_call(negative, aten.neg.default) else None
+    if not (is_call(left, aten.slice.Tensor) and is_call(right, aten.slice.Tensor)):
         return None
     half = left.args[3]
     of_left, of_right = (states, 3, 0, half), (states, 3, half, _EVERYTHING)
@@ -208,26 +239,38 @@ def _rotation(node: Any) -> _Found:
 
 def _norm(node: Any) -> _Found:
     for states, root in _either_way(node, aten.mul.Tensor):
-        shifted: Any = root.args[0] if _is(root, aten.rsqrt.default) else None
-        mean: Any = shifted.args[0] if _is(shifted, aten.add.Tensor) else None
-        square: Any = mean.args[0] if _is(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
-        if _is(square, aten.pow.Tensor_Scalar) and square.args == (states, 2) and isinstance(shifted.args[1], float):
-            return rms_norm, (states, None, shifted.args[1], 0.0)
+        shifted: Any = root.args[0] if is_call(root, aten.rsqrt.default) else None
+        mean: Any = shifted.args[0] if is_call(shifted, aten.add.Tensor) else None
+        square: Any = mean.args[0] if is_call(mean, aten.mean.dim) and mean.args[1:] == ([-1], True) else None
+        if (
+            is_call(square, aten.pow.Tensor_Scalar)
+            and square.args == (states, 2)
+            and isinstance(shifted.args[1], float)
+        ):
+            return rms_norm, (before_change(states), None, shifted.args[1], 0.0)
     return None
 
 
 def _weighted(node: Any) -> _Found:
-    for normed, weight in _either_way(node, aten.mul.Tensor):
-        if not _is(normed, rms_norm) or normed.args[1] is not None or len(normed.users) > 1:
+    for changed, weight in _either_way(node, aten.mul.Tensor):
+        normed = before_change(changed)
+        if not is_call(normed, rms_norm) or normed.args[1] is not None or max(map(_uses, (normed, changed))) > 1:
             continue
         states, _, epsilon, _ = normed.args
         shift = 0.0
-        if _is(weight, aten.add.Tensor) and weight.args[1] == 1.0:
+        if is_call(weight, aten.add.Tensor) and weight.args[1] == 1.0:
             weight, shift = weight.args[0], 1.0
+        weight = before_change(weight)
         is_held = isinstance(weight, Node) and weight.op == "get_attr"
         if is_held and weight.meta["val"].shape == states.meta["val"].shape[-1:]:
             return rms_norm, (states, weight, epsilon, shift)
     return None
+
+
+def _narrowed(node: Any) -> _Found:
+    """Let a norm give the dtype to which it is changed."""
+    norm = before_change(node)
+    return (rms_norm, norm.args) if norm is not node and is_call(norm, rms_norm) and _uses(norm) == 1 else None
 
 
 def _gate(node: Any) -> _Found:
@@ -242,14 +285,28 @@ def _gate(node: Any) -> _Found:
 
 def _either_way(node: Any, target: Any) -> Sequence[tuple[Any, Any]]:
     """Return the two arguments of a node, in both orders; nothing if the node has another target."""
-    if not _is(node, target):
+    if not is_call(node, target):
         return ()
     first, second = node.args
     return (first, second), (second, first)
 
 
-def _is(node: Any, target: Any) -> bool:
+def is_call(node: Any, target: Any) -> bool:
+    """Return whether a node calls `target`."""
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
+
+
+def _uses(node: Any) -> int:
+    return len(node.users)
+
+
+def before_change(node: Any) -> Any:
+    """Return the node whose float dtype a node changes; anything else as it is."""
+    return node.args[0] if _changes_float(node) else node
+
+
+def _changes_float(node: Any) -> bool:
+    return is_call(node, aten._to_copy.default) and _is_float(node) and _is_float(node.args[0])
 
 
 def _is_float(node: Any) -> bool:

@@ -1,0 +1,83 @@
+"""Captured passes are joined to few launches, whatever the architecture; what they compute: see tests/kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from helpers import tiny
+from helpers.captures import StandIn, as_with_triton, wrapped
+from helpers.shrunken import shrunken
+from selfspec.draft.registry import parse_draft
+from selfspec.runtime.noting import noted_pass
+from selfspec.runtime.pass_function import PassFunction
+from selfspec.runtime.runtime import Function
+
+pytest.importorskip("triton")
+
+from selfspec.runtime import fused
+
+
+def launches(module: GraphModule) -> Iterator[str]:
+    """What a pass launches: all but views; attention in two."""
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None:
+            alias = schema.returns[0].alias_info
+            if (alias is None or alias.is_write) and node.target is not torch.ops.aten._unsafe_view.default:
+                yield str(node.target)
+        elif node.op == "call_function" and node.target.__name__ != "getitem":
+            yield from [node.target.__name__] * (2 if node.target is fused._attended else 1)
+
+
+def noted_launches(architecture: str, draft: str, layers: int, rows: int) -> dict[str, list[str]]:
+    """What captured passes of a model launch, by the format of their weights."""
+    found: dict[str, list[str]] = {}
+
+    def note(function: PassFunction, tensors: tuple[Tensor, ...], _: object) -> Function:
+        noted = noted_pass(function, tensors, function.masks(tensors))
+        path = function.kind.path
+        found[str(path.copy)] = list(launches(fused.fused(noted, torch.device("cpu"))))
+        return function
+
+    def products(states: Tensor, weights: list[Tensor], *_: object) -> Tensor:
+        # It launches nothing here.
+        return states.new_zeros(len(states), sum(map(len, weights)))
+
+    with (
+        as_with_triton(),
+        mock.patch("selfspec.kernels.triton_products.joint_product", products),
+        mock.patch("selfspec.runtime.cuda_graphs._fused", note),
+    ):
+        slides = architecture.startswith("gemma")
+        types = (["full_attention", "sliding_attention" if slides else "full_attention"] * 2)[:layers]
+        kinds: dict[str, Any] = {} if architecture == "llama" else {"layer_types": types}
+        model = shrunken(architecture, torch.float32, num_hidden_layers=layers, **kinds)
+        spec, mask = wrapped(model, StandIn(0, 32), parse_draft(draft)), torch.ones(rows, 5, dtype=torch.long)
+        # Several rows write different slots.
+        mask[1:, :2] = 0
+        spec.generate(tiny.prompt(5, rows), mask, max_new_tokens=6, do_sample=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "draft", "rows"),
+    [
+        ("llama", "none", 1),
+        ("qwen3", "none", 2),
+        ("gemma3_text", "none", 1),
+        ("llama", "int8", 2),
+        ("qwen3", "int4", 1),
+    ],
+)
+def test_a_layer_takes_nine_launches(architecture: str, draft: str, rows: int) -> None:
+    few, more = (noted_launches(architecture, draft, layers, rows) for layers in (3, 4))
+    assert len(few) == 1 + (draft != "none")
+    for copy, launched in few.items():
+        assert len(more[copy]) - len(launched) == 9, more[copy]
