@@ -298,10 +298,7 @@ STUDIES: dict[str, list[Any]] = {
     "draft_lengths": ["3", [], [0], [-1], [1.5], ["3"], [True], [2, 2]],
     "temperatures": ["x", [], [-1.0], [NAN], ["1"], [True], [0.0, 0.0]],
     "accept": [3, [], ["x"], [3], ["token", "token"]],
-    "seeds": ["x", [], [1.5], ["1"], [True], [1, 1]],
     "max_new_tokens": NO_COUNTS,
-    "nothing": [3],
-    "texts": [3],
     "seed": [True, 2**63],
 }
 for field, wrong in STUDIES.items():

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from selfspec.tools.lab.report import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
+from selfspec.tools.lab.plot import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import MINUTES, DtypeOption, MachineOptions, Minutes, Output, prepare_process
-from selfspec.cli.terminal import announce, share_bar
+from selfspec.cli.options import MINUTES, DtypeOption, MachineOptions, Minutes, Output, Runtime, prepare_process
+from selfspec.cli.terminal import announce, print_tables, share_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
 _SHOWN = 8
 _DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or any draft."
 _WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
-_FIGURES = ("alpha", "c", "predicted_speedup", "measured_speedup_median")
+PRINTED = ("draft_length", "n", "alpha", "acceptance_rate", "c", "predicted_speedup", "speedup", "equal")
 
 _Texts = list[str] | None
 _Numbers = list[int] | None
@@ -58,23 +58,29 @@ class Estimates(TextsAndCosts):
     """Texts, estimates and costs."""
 
     seed: Annotated[_Count, typer.Option(help="Seed of sampled texts.")] = None
-    reach: Annotated[_Count, typer.Option(help="Positions of a draft to tell apart; each costs a pass.")] = None
+    reach: Annotated[_Count, typer.Option(help="Positions of a draft to tell apart, each a pass; default: all.")] = None
+    runtime: Runtime = None
     confirm: Annotated[_Count, typer.Option(help="Drafts of each text and temperature confirmed by generation.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablated:
-    """`selfspec ablate`. A row of `best` is one of `points.parquet`.
+    """`selfspec ablate`.
 
     Attributes:
-        best: the most promising draft of each model, text and temperature.
+        best: lines of the table (docs/columns.md): each draft at the length that promises most, and again where it was
+            confirmed.
+        lines: number of lines of the table.
+        failed: what ended in an error, which is kept.
+        provenance: what was measured, and with what.
         doubts: which figures cannot be, or say less than they seem to.
     """
 
     study: dict[str, Any]
-    points: int
+    lines: int
     failed: list[dict[str, Any]]
     best: list[dict[str, Any]]
+    provenance: list[dict[str, Any]]
     doubts: list[str]
     files: list[str]
 
@@ -101,10 +107,10 @@ def ablate(
 
     from selfspec.tools.lab.ablation import fit_study, resize, sizes_of, work_on
     from selfspec.tools.lab.drafts import Given, is_judged_by_teacher_forcing, named_drafts
-    from selfspec.tools.lab.report import require_packages
+    from selfspec.tools.lab.report import best_first, provenances, require_packages, write_report
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.study import Study, check_inputs, declared_in, load, read_study
-    from selfspec.tools.lab.study_report import described, findings, timing_doubts, write_report
+    from selfspec.tools.lab.table import doubts
 
     prepare_quietly(machine.threads)
     require_packages()
@@ -115,6 +121,8 @@ def ablate(
     check_inputs(found)
     first, *_ = found.models
     loaded = {first: load(first, found, machine.device)}
+    # There may be fewer texts than were asked for.
+    found = replace(found, texts=max(map(len, loaded[first].prompts.values())))
     adapter, depth = loaded[first].adapter, loaded[first].depth
     drafts = named_drafts(found.drafts, loaded[first].model, adapter, found.seed)
     free = {name: size for name, size in sizes_of(found).items() if name not in said}
@@ -125,27 +133,35 @@ def ablate(
     with share_bar("studying") as count:
         # One model is in memory at a time.
         finding = work_on(found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, count)
-    files = write_report(finding, folder)
-    shown = findings(finding)
-    about = described(finding)
-    doubts = [*timing_doubts(finding), *(f"{each.title}: {said}" for each in shown for said in each.doubts)]
-    if output == "text":
-        for each in shown:
-            print_rows(each.title, each.best[:_SHOWN], ("draft_length", *_FIGURES, "exact"))
-            print(f"{each.sentence()}\n" if each.best else f"{each.title}: there is no draft to judge.\n")
-        for doubt in doubts:
-            print(doubt)
-        for run in finding.failed:
-            print(f"failed: {dict(run.asked.place)}: {run.error}")
-        print(f"{len(finding.runs)} points, {len(finding.failed)} failed; the report is in {folder}")
-    return Ablated(
-        study=asdict(finding.study),
-        points=about["points"],
-        failed=about["failed"],
-        best=[dict(each.best[0]) for each in shown if each.best],
-        doubts=doubts,
-        files=[str(file) for file in files],
+    declares = named_alone(asdict(finding.study))
+    files = write_report(f"Study of drafts: {found.name}", finding.judged, declares, folder)
+    result = Ablated(
+        study=declares,
+        lines=len(finding.table),
+        failed=[{name: row.get(name) for name in ("model", "workload", "arm", "error")} for row in finding.failed],
+        best=best_first(finding.table),
+        provenance=provenances(finding.judged),
+        doubts=doubts(finding.table),
+        files=[*map(str, files)],
     )
+    if output == "text":
+        print_tables(finding.table, PRINTED, _SHOWN)
+        for doubt in result.doubts:
+            print(doubt)
+        for row in result.failed:
+            print(f"failed: {', '.join(str(each) for each in row.values() if each)}")
+        print(f"{result.lines} lines, {len(result.failed)} failed; the report is in {folder}")
+    return result
+
+
+def named_alone(study: dict[str, Any]) -> dict[str, Any]:
+    """Return the declaration of a study without the folders in which its files lie, which are nobody's concern."""
+    workloads = [each.partition("=") for each in study["workloads"]]
+    return {
+        **study,
+        "models": [Path(model).name for model in study["models"]],
+        "workloads": [name + named + place.rpartition("/")[2] for name, named, place in workloads],
+    }
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,12 +175,3 @@ def prepare_quietly(threads: int | None) -> None:
 
     prepare_process(threads)
     logging.disable_progress_bar()
-
-
-def print_rows(title: str, rows: Sequence[Mapping[str, Any]], figures: Sequence[str]) -> None:
-    """Print drafts with some of their figures; what is not known is left blank."""
-    import pandas
-
-    table = pandas.DataFrame(list(rows)).reindex(columns=["draft", *figures]).astype(object)
-    shown = table.where(table.notna(), "").rename(columns=lambda name: name.replace("_", " "))
-    print(f"{title}\n{shown.to_string(index=False, float_format='{:.2f}'.format)}\n")

@@ -22,10 +22,12 @@ from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.inspect import inspect
 from selfspec.cli.options import grouped
 from selfspec.cli.outcome import INTERRUPTED, asks_for_json, report, status_of
+from selfspec.cli.plot import plot
 from selfspec.cli.search import search
 from selfspec.cli.serve import serve
 from selfspec.cli.train import train
 from selfspec.cli.verify import verify
+from selfspec.errors import UnsupportedOptionError
 from selfspec.version import __version__
 
 app = typer.Typer(
@@ -39,7 +41,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "Decode": [generate, chat, serve, demo, inspect, doctor],
     "Measure": [calibrate, verify, bench],
-    "Find drafts": [drafts, quantize, index, search, ablate],
+    "Find drafts": [drafts, quantize, index, search, ablate, plot],
     "Hand over": [pack, export],
 }
 for title, commands in _COMMANDS.items():
@@ -70,6 +72,16 @@ def _names_model(word: str, commands: Sequence[str]) -> bool:
     return "/" in word or Path(word).exists() or not get_close_matches(word, commands)
 
 
+def _check_once(command: Any, words: Sequence[str]) -> None:
+    """Refuse an option that takes one value and is given twice: the last one would silently win."""
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    for option in command.params:
+        given = [word for word in words if word.partition("=")[0] in option.opts and word.startswith("--")]
+        if len(given) > 1 and not (option.multiple or option.is_flag or option.nargs == -1):
+            raise UnsupportedOptionError(f"{option.opts[0]} is given {len(given)} times and takes one value")
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its status: 0, 1 for a run that failed, 2 for bad input, 130 when interrupted.
 
@@ -82,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if words and _names_model(words[0], list(command.commands)):
         words.insert(0, inspect.__name__)
     try:
+        _check_once(command, words)
         status = command.main(words, prog_name="selfspec", standalone_mode=False) or 0
     except Exception as error:
         report(error, as_json)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,25 +18,34 @@ from selfspec.cli.options import (
     ModelOptions,
     Output,
     Repeats,
+    Runtime,
     load_within,
     one_draft_in_fewer_bits,
     read_draft,
 )
 from selfspec.cli.outcome import NO_MODEL, FailedCheckError, FailedRunError
-from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
+from selfspec.cli.terminal import StepBar, console, print_tables, progress_bar
 from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
+    from selfspec.control.profile import Profile
+    from selfspec.draft import Drafter
     from selfspec.measure.checkpoint import Checkpoint
     from selfspec.tools.lab.arms import ArmSpec, Cell
-    from selfspec.tools.lab.measured import MeasuredCell
+    from selfspec.tools.lab.generations import Part
     from selfspec.tools.lab.runs import Runs
-    from selfspec.tools.lab.session import Part
 
 
-# Columns of the overview that have room for intervals.
-_WITH_INTERVALS = 3
+_PRINTED = (
+    "n",
+    "speedup_over_generate",
+    "speedup",
+    "mean_accepted_length",
+    "acceptance_rate",
+    "perplexity_ratio",
+    "absence",
+)
 # Tokens a round of `model.generate`'s early exit, and of the draft that is set beside it.
 _EXIT_LENGTH = 3
 
@@ -110,15 +119,7 @@ class Arms:
     accept: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule of the drafts; may be repeated.")
     ] = None
-    runtime: Annotated[
-        Literal["eager", "native", "graphs", "batch-invariant"] | None,
-        typer.Option(
-            metavar="RUNTIME",
-            help="How selfspec runs passes: `eager`, by the stock modules; `native`, by programs of the CPU kernels "
-            "where there are some; `graphs`, on a CUDA device only; `batch-invariant`, by kernels that give tokens the "
-            "same bits whatever is read with it. Default: `graphs` on a CUDA device, else `native`.",
-        ),
-    ] = None
+    runtime: Runtime = None
 
     def specs(self, model: ModelOptions) -> list[ArmSpec]:
         """The arms in the order of the report, checked as far as the configuration of the model allows.
@@ -139,7 +140,12 @@ class Arms:
         runtime = usual_runtime_name(device) if self.runtime is None else RuntimeName(self.runtime)
         own = ArmSpec("plain", runtime=runtime)
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
-        named = {draft.strip(): read_draft(draft) for draft in drafts}
+        read: dict[str, tuple[str, Drafter | Profile | str | None]] = {}
+        for draft in drafts:
+            # Two spellings of a draft are one draft.
+            drafter = read_draft(draft)
+            read.setdefault(repr(drafter), (draft.strip(), drafter))
+        named = dict(read.values())
         for drafter in named.values():
             if isinstance(drafter, Drafter):
                 drafter.check(depth)
@@ -155,8 +161,8 @@ class Arms:
         taken = (
             list(named) if "draft" in kinds else [spec.draft for spec in (*early, *assistants) if spec.kind in kinds]
         )
-        for name in self.draft or ():
-            if name.strip() not in taken:
+        for name in named if self.draft else ():
+            if name not in taken:
                 raise DraftConfigError(f"--draft {name}: no --arm that is named takes it; add --arm draft")
         if "draft" not in kinds and (self.accept or self.nodes):
             raise DraftConfigError("--accept and --nodes are for drafts of selfspec; add --arm draft, or drop them")
@@ -253,27 +259,21 @@ class MeasuredParts:
 
 
 @dataclass(frozen=True)
-class BenchCell:
-    """All arms under one set of conditions; figures of an arm are missing where it was absent or refused.
+class Benched:
+    """`selfspec bench`.
 
     Attributes:
-        load: cores, and how many of them other processes left free.
+        table: a line for each arm under each set of conditions, by the columns of docs/columns.md; figures are missing
+            where an arm was absent or refused.
+        provenance: what was measured, and with what.
         doubts: which figures cannot be, or say less than they seem to.
+        files: of the report.
     """
 
-    cell: dict[str, Any]
-    settings: dict[str, Any]
-    environment: dict[str, Any]
-    load: dict[str, Any]
+    table: list[dict[str, Any]]
+    provenance: list[dict[str, Any]]
     doubts: list[str]
-    arms: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Benched:
-    """`selfspec bench`."""
-
-    cells: list[BenchCell]
+    files: list[str]
 
 
 def bench(
@@ -295,9 +295,9 @@ def bench(
 ) -> Benched:
     """Measure ways to decode side by side: `model.generate` with its own speed-ups, and selfspec with each draft.
 
-    Each combination of workload, temperature, batch and context is a cell, in which the arms take turns. Cells go to
-    `runs.jsonl`, from which the report, its pictures and a table of all texts are made. Repeat an interrupted command
-    to resume it.
+    Under each combination of workload, temperature, batch and context the arms take turns. Every text is a line of
+    `runs.jsonl`, from which the report, its pictures and its tables are made. Repeat an interrupted command to resume
+    it.
 
     Exit status 1 if any arm was refused because its greedy tokens differ from those of `model.generate`.
     """
@@ -307,34 +307,26 @@ def bench(
     if report is not None and others != (ModelToBench(), Arms(), Cells(), MeasuredParts(), None, Path("bench")):
         raise BenchError("--report reads results that are there; drop MODEL and every other option")
 
-    from rich.table import Column
-
-    from selfspec.tools.lab.bench_report import overview, quality_sentence, write_report
-    from selfspec.tools.lab.measured import KIND, MeasuredCell
-    from selfspec.tools.lab.report import MARKDOWN, require_packages
+    from selfspec.tools.lab.generations import latest
+    from selfspec.tools.lab.report import provenances, require_packages, write_report
     from selfspec.tools.lab.runs import FILE, Runs
+    from selfspec.tools.lab.table import doubts, records, summarise
 
     require_packages()
     folder = report or to
     runs = Runs(folder)
-    fresh = _measure(model, arms, cells, measured, memory, runs) if report is None else None
-    reported = [MeasuredCell.of(run) for run in runs.of_kind(KIND)]
-    if not reported:
-        raise BenchError(f"{folder} holds no results of selfspec bench (no cell in {FILE})")
-    found = reported if fresh is None else fresh
-    write_report(reported, folder)
-    result = Benched([BenchCell(**each.to_dict()) for each in found])
+    rows = _measure(model, arms, cells, measured, memory, runs) if report is None else []
+    kept = latest(runs.measured("generation"))
+    if not kept:
+        raise BenchError(f"{folder} holds no results of selfspec bench (no generation in {FILE})")
+    files, table = write_report("Benchmark", kept, {}, folder), summarise(rows or kept)
+    result = Benched(records(table), provenances(rows or kept), doubts(table), [*map(str, files)])
     if output == "text":
-        # Of more cells intervals have no room.
-        first = overview(found, with_intervals=len(found) <= _WITH_INTERVALS)
-        console().print(figures_table(None, [Column(first.title, no_wrap=True)], first.columns, first.lines))
-        for each in found:
-            for said in each.doubts:
-                console().print(f"{each.cell.title}: {said}", markup=False)
-            if each.qualities:
-                console().print(f"{each.cell.title}: {quality_sentence(each)}", markup=False)
-        console().print(f"{folder / MARKDOWN} has the rest.", style="dim")
-    refused = [f"{record.arm.name} ({each.cell.title})" for each in found for record in each.arms if record.refused]
+        print_tables(table, _PRINTED)
+        for said in result.doubts:
+            console().print(said, markup=False)
+        console().print(f"{files[0]} has the rest.", style="dim")
+    refused = [f"{row['arm']} ({row['conditions']})" for row in result.table if row.get("refused")]
     if refused and report is None:
         raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), result)
     return result
@@ -342,10 +334,10 @@ def bench(
 
 def _measure(
     model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, runs: Runs
-) -> list[MeasuredCell]:
+) -> list[dict[str, Any]]:
     from selfspec.measure.prompts import check_reads_text, read_workloads
     from selfspec.tools.lab.arms import with_prompts
-    from selfspec.tools.lab.session import Session
+    from selfspec.tools.lab.generations import Generations
 
     parts, workloads = measured.parts(memory), read_workloads(cells.workload)
     grid, specs = cells.grid(list(workloads)), arms.specs(model)
@@ -356,7 +348,7 @@ def _measure(
     checkpoint = model.load() if memory is None else _within(model, memory, specs, cells)
     check_reads_text(checkpoint.model)
     name = "embedded" if model.model == DEMO else Path(model.model).name
-    session = Session(
+    generations = Generations(
         name=name if memory is None else f"{name} within {memory}",
         place=model.place,
         model=checkpoint.model,
@@ -368,7 +360,7 @@ def _measure(
     )
     prompted = with_prompts(grid, workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
-        return session.measure(prompted, runs, StepBar(progress))
+        return generations.measure(prompted, runs, StepBar(progress))
 
 
 def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:

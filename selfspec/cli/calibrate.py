@@ -133,7 +133,10 @@ def calibrate(
         )
     seconds = time.perf_counter() - started
     if keep is not None:
-        write_data(_calls(profile), {**profile.report["settings"], "setting": asdict(profile.setting)}, keep, "calls")
+        from pandas import DataFrame
+
+        about = {**profile.report["settings"], "setting": asdict(profile.setting)}
+        write_data(DataFrame(_calls(profile)), about, keep / "calls", csv=True)
     file = to or profiles.default_file(profile.setting)
     profile.save(file)
     if output == "text":

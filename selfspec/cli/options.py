@@ -69,6 +69,15 @@ Nodes = Annotated[
     typer.Option(min=1, help="Draft trees of at most N tokens, siblings included; by default chains."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+Runtime = Annotated[
+    Literal["eager", "native", "graphs", "batch-invariant"] | None,
+    typer.Option(
+        metavar="RUNTIME",
+        help="How selfspec runs passes: `eager`, by the stock modules; `native`, by programs of the CPU kernels "
+        "where there are some; `graphs`, on a CUDA device only; `batch-invariant`, by kernels that give tokens the "
+        "same bits whatever is read with it. Default: `graphs` on a CUDA device, else `native`.",
+    ),
+]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeat every timing N times.")]
 MINUTES = 10.0
 """What commands that measure take at most, as far as can be, where nobody says otherwise."""

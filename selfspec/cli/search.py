@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec.cli.ablate import DraftLengths, TextsAndCosts, given, prepare_quietly, print_rows
+from selfspec.cli.ablate import PRINTED, DraftLengths, TextsAndCosts, given, prepare_quietly
 from selfspec.cli.options import MINUTES, GivenOptions, MachineOptions, Minutes, Model, Output, Seed
-from selfspec.cli.terminal import announce, share_bar
+from selfspec.cli.terminal import announce, print_tables, share_bar
 from selfspec.errors import DraftConfigError
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
@@ -71,14 +71,13 @@ def search(
 
     from selfspec.measure.expected_time import Size
     from selfspec.tools.lab import search as searching
-    from selfspec.tools.lab.ablation import Finding, fit_study, resize, sizes_of
+    from selfspec.tools.lab.ablation import fit_study, resize, sizes_of
     from selfspec.tools.lab.drafts import Space
     from selfspec.tools.lab.outputs import check_output_file
-    from selfspec.tools.lab.report import require_packages
+    from selfspec.tools.lab.report import require_packages, write_report
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.study import Study, check_inputs, load
-    from selfspec.tools.lab.study_report import write_report
-    from selfspec.tools.lab.table import pareto_front
+    from selfspec.tools.lab.table import doubts, pareto_front
 
     prepare_quietly(machine.threads)
     require_packages()
@@ -99,7 +98,8 @@ def search(
     announce("searching", fitted, minutes)
     study, evaluations = resize(study, fitted.sizes), fitted.sizes.get("evaluations", evaluations)
     with share_bar("searching") as count:
-        scores = searching.search(studied, study, space, evaluations, runs, count)
+        finding = searching.search(studied, study, space, evaluations, runs, count)
+    scores = searching.scored(finding)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
     about: dict[str, Any] = {
         "study": asdict(study),
@@ -107,13 +107,15 @@ def search(
         "evaluations": len(scores),
     }
     searching.save(best, studied, to, about)
-    files = [] if keep is None else write_report(Finding(study, runs.used), keep)
-    doubts = [f"while timing costs {run.doubt}" for run in runs.used if run.asked.kind == "costs" and run.doubt]
+    files = [] if keep is None else write_report("Search for a skip set", finding.judged, about, keep)
+    found = doubts(finding.table)
     if output == "text":
-        print_rows("Acceptance against cost: what nothing beats", front, ("alpha", "c", "predicted_speedup"))
-        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *doubts, sep="\n")
+        import pandas
+
+        print_tables(pandas.DataFrame(front), PRINTED)
+        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *found, sep="\n")
     return Searched(
-        best=best, front=front, scores=scores, file=str(to), doubts=doubts, files=[*map(str, files)], **about
+        best=best, front=front, scores=scores, file=str(to), doubts=found, files=[*map(str, files)], **about
     )
 
 

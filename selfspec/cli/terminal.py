@@ -15,6 +15,7 @@ from rich.console import Console
 from selfspec.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
     from rich.progress import Progress
     from rich.table import Column, Table
 
@@ -46,6 +47,21 @@ def figures_table(
         else:
             table.add_section()
     return table
+
+
+def print_tables(table: DataFrame, columns: Sequence[str], most: int = 40) -> None:
+    """Print the first lines of a table of the lab, one for each set of conditions, with the columns that it has."""
+    from rich.table import Column
+
+    from selfspec.tools.lab.report import best_first
+    from selfspec.tools.lab.table import by_conditions, shown
+
+    for title, lines in by_conditions(table):
+        rows = best_first(lines)[:most]
+        named = [name for name in columns if any(row.get(name) is not None for row in rows)]
+        printed = [[row["arm"], *(shown(row, name) for name in named)] for row in rows]
+        heads = [name.replace("_", " ") for name in named]
+        console().print(figures_table(title, [Column("", no_wrap=True)], heads, printed))
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:

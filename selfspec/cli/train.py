@@ -65,6 +65,7 @@ class Trained:
 
     Attributes:
         base: fingerprint of the weights it began with.
+        made_with: versions, commit and machine.
         before: figures on held-out text.
         resumed_at: the step it went on from; 0: it began anew.
         doubts: what looked wrong on the way.
@@ -76,6 +77,7 @@ class Trained:
     base: str
     course: dict[str, Any]
     recipe: dict[str, Any] | None
+    made_with: dict[str, Any]
     before: dict[str, float]
     after: dict[str, float]
     resumed_at: int

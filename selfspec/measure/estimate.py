@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 LEVEL = 0.9
 """The least confidence of a median's interval, where there are enough samples for it."""
 
 # How much better than its tokens a pass a draft may look.
 _NOISE = 1.1
-_Floats = NDArray[np.float64]
+# Widths below this are of rounding alone.
+_NO_WIDTH = 1e-12
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,14 @@ class Estimate:
         low: lower end of the interval.
         high: upper end.
         confidence: the chance that such an interval holds the true value; 0 where a single sample tells nothing.
+        n: independent samples that it rests on, as texts; 0 where these were not counted.
     """
 
     value: float
     low: float
     high: float
     confidence: float = 0.0
+    n: int = 0
 
     @classmethod
     def of_median(cls, samples: Sequence[float]) -> Estimate:
@@ -49,29 +50,41 @@ class Estimate:
         ordered, number = sorted(samples), len(samples)
         rank = max(int(binom.ppf((1 - LEVEL) / 2, number, 0.5)), 1)
         confidence = 1 - 2 * float(binom.cdf(rank - 1, number, 0.5))
-        return cls(statistics.median(ordered), ordered[rank - 1], ordered[number - rank], confidence)
+        return cls(statistics.median(ordered), ordered[rank - 1], ordered[number - rank], confidence, number)
 
     @classmethod
-    def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float], draws: int = 1000, seed: int = 0) -> Estimate:
-        """Estimate sum(parts) / sum(wholes), with a 95 % percentile bootstrap over the pairs (Efron, 1979).
+    def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
+        """Estimate sum(parts) / sum(wholes), with a 95 % interval by Student's t over a jackknife of the pairs.
 
-        Pairs must be independent: sequences or prompts, not positions. Wholes are positive.
+        Pairs must be independent: sequences or prompts, not positions. Wholes are positive. Each pair is left out once,
+        and the spread of the ratios without it is that of the estimate (Tukey, 1958), with n - 1 degrees of freedom. A
+        single pair has no interval.
         """
-        from scipy.stats import bootstrap
+        from scipy.stats import t
 
         if not parts or len(parts) != len(wholes):
             raise ValueError(f"a ratio needs samples in pairs, got {len(parts)} parts and {len(wholes)} wholes")
-        value = sum(parts) / sum(wholes)
-        if len(parts) == 1:
-            return cls(value, value, value)
+        drawn, of, number = np.asarray(parts, float), np.asarray(wholes, float), len(parts)
+        value = float(drawn.sum() / of.sum())
+        if number == 1:
+            return cls(value, value, value, n=1)
+        without = (drawn.sum() - drawn) / (of.sum() - of)
+        spread = float(t.ppf(0.975, number - 1) * np.sqrt((number - 1) * np.var(without)))
+        return cls(value, value - spread, value + spread, 0.95, number)
 
-        def ratio(drawn: _Floats, others: _Floats, axis: int) -> _Floats:
-            drawn_ratio: _Floats = drawn.sum(axis) / others.sum(axis)
-            return drawn_ratio
+    @classmethod
+    def of_rate(cls, successes: Sequence[float], trials: Sequence[float]) -> Estimate | None:
+        """Estimate a share from the counts of several texts, as `of_ratio` does but within 0 and 1; None of no trial.
 
-        how = {"n_resamples": draws, "method": "percentile", "rng": np.random.default_rng(seed)}
-        ends = bootstrap((parts, wholes), ratio, paired=True, vectorized=True, **how).confidence_interval
-        return cls(value, min(float(ends.low), value), max(float(ends.high), value), 0.95)
+        Where all texts agree, their spread says nothing, and the interval is Wilson's for their counts together.
+        """
+        pairs = [pair for pair in zip(successes, trials, strict=True) if pair[1] > 0]
+        if not pairs:
+            return None
+        found = cls.of_ratio(*map(list, zip(*pairs, strict=True)))
+        if len(pairs) > 1 and found.high - found.low < _NO_WIDTH:
+            found = replace(cls.of_share(*map(sum, zip(*pairs, strict=True))) or found, n=len(pairs))
+        return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
 
     @classmethod
     def of_share(cls, successes: float, trials: float) -> Estimate | None:
@@ -83,12 +96,6 @@ class Estimate:
         share, number = min(max(successes / trials, 0.0), 1.0), max(round(trials), 1)
         ends = binomtest(round(share * number), number).proportion_ci(0.95, method="wilson")
         return cls(share, min(share, float(ends.low)), max(share, float(ends.high)), 0.95)
-
-    def agrees_with(self, other: Estimate) -> bool:
-        """Return whether the difference of two independent values lies within its own interval (Newcombe, 1998)."""
-        upper, lower = (self, other) if self.value >= other.value else (other, self)
-        spread = math.hypot(upper.value - upper.low, lower.high - lower.value)
-        return upper.value - lower.value <= spread + 1e-12
 
     def doubt(self, tokens_a_pass: float) -> str | None:
         """Say why a speed-up cannot be, as it is more than tokens a pass allow and noise explains; None: it can."""

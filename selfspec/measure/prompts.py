@@ -35,6 +35,8 @@ BEGINNINGS = (
 # Characters of a document that make a prompt of text.
 _BEGINNING = 400
 _FIELDS = ("prompt", "turns", "text", "messages")
+# Values of a field that a message lists.
+_VALUES = 8
 
 Message = dict[str, Any]
 """A message with `role` and `content`, as chat templates read it."""
@@ -221,8 +223,11 @@ def parse_workloads(given: str) -> list[Workload]:
         for line in lines:
             if field in line:
                 chosen.setdefault(f"{name}/{line[field]}", []).append(line)
-        if not chosen:
-            raise PromptError(f"no line of {file} has a field {field!r}")
+    if field and not any(chosen.values()):
+        there = sorted({str(line[field]) for line in lines if field in line})
+        known = f"; it has {', '.join(there[:_VALUES])}" if there else ""
+        wanted = f"with {field}={value}{known}" if selected and there else f"with a field {field!r}"
+        raise PromptError(f"{file} has no line {wanted}")
     found = []
     for each, said in chosen.items():
         texts = tuple(text for line in said for text in _texts(line))

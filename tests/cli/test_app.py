@@ -34,7 +34,6 @@ from selfspec.errors import DraftConfigError, SelfSpecError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.doctor import KernelState, MachineReport, Packages, Products, findings, read_packages
-from selfspec.tools.lab.study_report import TextFindings
 from selfspec.tools.train.run import CheckedExit, doubts, verdict
 
 
@@ -215,34 +214,6 @@ def test_what_looks_wrong_in_a_training_is_said() -> None:
     assert "rose from 4.20 to 5.70" in forgets
 
 
-ROW = {
-    "draft": "exit:2",
-    "draft_length": 2,
-    "best_length": True,
-    "alpha": 0.5,
-    "predicted_speedup": 1.3,
-    "predicted_speedup_low": 1.2,
-    "predicted_speedup_high": 1.4,
-}
-CONFIRMED = {**ROW, "acceptance_rate": 0.5, "measured_acceptance_rate": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (
-            CONFIRMED | {"measured_speedup_median": 1.2},
-            "generation: measured 1.20 and predicted 1.30 (",
-        ),
-        (CONFIRMED | {"measured_speedup_median": 0.9}, "no draft beat plain decoding here; exit:2 with 2 draft tokens"),
-        (ROW, "exit:2 with 2 draft tokens is predicted 1.30 (1.20-1.40) times plain"),
-        (ROW | {"predicted_speedup": 0.9}, "no draft is predicted to beat plain decoding"),
-    ],
-)
-def test_of_a_study(row: dict[str, object], said: str) -> None:
-    assert said in TextFindings("texts", [row], [], {}).sentence()
-
-
 @pytest.mark.parametrize(("promised", "shown"), [(0.97, "0.97"), (1.0, "1.00")])
 def test_of_a_search_that_found_one_and_of_one_in_which_all_sets_lose(promised: float, shown: str) -> None:
     found, next_step = verdict_of_search("demo", "skip:layers=3", 1.24, 12, Path("skip.json"))
@@ -254,15 +225,6 @@ def test_of_a_search_that_found_one_and_of_one_in_which_all_sets_lose(promised: 
     assert "best" not in found
     assert "selfspec calibrate demo" in next_step
     assert "skip-file" not in next_step
-
-
-def test_a_study_says_which_speeds_cannot_be() -> None:
-    speed = {f"measured_speedup{end}": value for end, value in (("", 1.5), ("_low", 1.4), ("_high", 1.6))}
-    row = {**CONFIRMED, **speed, "measured_mean_accepted_length": 1.19}
-    one, wrong = TextFindings("texts", [row], [["a"]], {}).doubts
-    assert "one text" in one
-    assert "1.50 times plain decoding with 1.19 times its tokens a pass cannot be" in wrong
-    assert TextFindings("texts", [{**row, "measured_mean_accepted_length": 2.0}], [["a"], ["b"]], {}).doubts == []
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.timing import Call, peak_memory
 from selfspec.tools.lab import turns
 from selfspec.tools.lab.arms import Cell, Prompts, StockArm
-from selfspec.tools.lab.report import MARKDOWN
-from selfspec.tools.lab.runs import FILE, Origin
+from selfspec.tools.lab.report import REPORT
+from selfspec.tools.lab.runs import FILE, origin
 from selfspec.tools.lab.turns import Score, TextAgreement
 
 pandas = pytest.importorskip("pandas")
@@ -77,6 +77,11 @@ def test_the_arms_in_order(folder: str) -> None:
     with pytest.raises(selfspec.errors.DraftConfigError, match="at least its length, 4"):
         names(folder, draft=["exit:1"], draft_length=4, nodes=[3])
     assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
+    # Two spellings of a draft are one.
+    assert names(folder, arm=[ExtraArm.DRAFT], draft=["exit:2", "lookup", "exit:02"])[2:] == [
+        "selfspec exit:2",
+        "selfspec lookup",
+    ]
     # An assistant is measured in both ways.
     draft = [f"assistant:{folder}"]
     assert names(folder, draft=draft, arm=[ExtraArm.ASSISTANT, ExtraArm.DRAFT]) == [
@@ -87,6 +92,12 @@ def test_the_arms_in_order(folder: str) -> None:
     ]
     with pytest.raises(selfspec.errors.DraftConfigError, match="add --draft assistant:FOLDER"):
         names(folder, arm=[ExtraArm.ASSISTANT], draft=["exit:1"])
+
+
+def test_an_option_of_one_value_is_given_once(invoke: Invoke) -> None:
+    ending = invoke("generate", "demo", "--prompt", "x", "--draft", "exit:1", "--draft=exit:2")
+    assert ending.status == 2
+    assert "--draft is given 2 times and takes one value" in ending.stderr
 
 
 def test_the_grid_has_every_combination_once() -> None:
@@ -102,24 +113,30 @@ def test_bench_and_its_report(said: Said, folder: str, texts: str, tmp_path: Pat
     fixed = (*QUICK, "--measure", "costs", *ARMS, "--draft-length", "3")
     words = ("bench", folder, "--workload", texts, *fixed, "--to", str(to), "--dtype", "float64")
     found = said(*words)
-    assert [each["cell"]["temperature"] for each in found["cells"]] == [0.0, 0.8]
-    greedy = {arm["name"]: arm for arm in found["cells"][0]["arms"]}
-    stock = ["model.generate", "model.generate, prompt look-up"]
-    assert list(greedy) == [*stock, "selfspec plain", "selfspec exit:2, length 3"]
-    for arm in greedy.values():
-        assert arm["agreement"]["equal"] == arm["agreement"]["texts"] == 2
-        assert arm["decoding_tokens_per_second"]["value"] > 0
-    assert greedy["model.generate"]["decoding_against"]["model_generate"]["value"] == 1.0
-    assert found["cells"][0]["settings"]["dtype"] == "float64"
-    assert greedy["selfspec exit:2, length 3"]["round_in_plain_steps"]["verify"] > 0
+    lines = {(row["arm"], row["temperature"]): row for row in found["table"]}
+    arms = ["model.generate", "model.generate, prompt look-up", "selfspec plain", "selfspec exit:2, length 3"]
+    assert list(lines) == [(arm, temperature) for temperature in (0.0, 0.8) for arm in arms]
+    for arm in arms:
+        greedy = lines[arm, 0.0]
+        assert (greedy["equal"], greedy["n"], greedy["dtype"]) == (1.0, 2, "float64")
+        assert greedy["tokens_per_second"] > 0
+    assert lines["model.generate", 0.0]["speedup_over_generate"] == 1.0
+    drafted = lines["selfspec exit:2, length 3", 0.0]
+    assert drafted["verify_seconds"] > 0
+    assert drafted["predicted_speedup"] > 0
+    assert found["provenance"][0]["weights"]
     text = (to / "report.md").read_text()
     assert "| selfspec exit:2, length 3 |" in text
-    pictures = {"speed.png", "speed.svg", "acceptance.png", "acceptance.svg"}
-    written = {"runs.jsonl", "report.md", "report.html", "texts.csv", "texts.parquet"}
-    assert {file.name for file in to.iterdir()} == written | pictures
+    pictures = {f"{name}.{end}" for name in ("speed", "tokens", "positions", "cost", "exits") for end in ("png", "pdf")}
+    written = {"runs.jsonl", "report.md", "table.csv", "table.parquet", "texts.parquet"}
+    assert written <= {file.name for file in to.iterdir()} <= written | pictures
     (to / "report.md").unlink()
     assert said("bench", "--report", str(to)) == found
     assert (to / "report.md").read_text() == text
+    picture = tmp_path / "picture.svg"
+    plotted = said("plot", str(to), "--x", "speedup", "--y", "arm", "--only", "temperature=0", "--to", str(picture))
+    assert plotted["lines"] == len(arms)
+    assert "exit:2" in picture.read_text()
 
 
 @pytest.mark.tools
@@ -141,10 +158,8 @@ def test_arms_that_say_something_else_fail_it(
     assert ending.status == 1
     assert found["error"]["type"] == "RefusedError"
     assert found["error"]["message"].startswith("greedy tokens differ: model.generate, prompt look-up (stories")
-    refused = found["cells"][0]["arms"][1]
-    assert refused["agreement"]["refused"]
-    assert "decoding_tokens_per_second" not in refused
-    assert "REFUSED" in (tmp_path / "to" / "report.md").read_text()
+    assert [row["arm"] for row in found["table"] if row["refused"]] == ["model.generate, prompt look-up"]
+    assert "| refused |" in (tmp_path / "to" / "report.md").read_text()
 
 
 def test_without_matplotlib_it_says_so_before_it_begins(
@@ -162,11 +177,8 @@ def test_arms_are_measured_within_a_budget(
 ) -> None:
     tight_budget(monkeypatch)
     asked = ["--workload", texts, "--temperature", "0", "--arm", "draft", "--draft", "lookup+int4", "--memory", "1TiB"]
-    (cell,) = said("bench", folder, *QUICK, *asked, "--to", str(tmp_path / "out"))["cells"]
-    assert cell["settings"]["model"].endswith("within 1TiB")
-    assert len(cell["arms"]) == 3
-    for arm in cell["arms"]:
-        assert arm["agreement"]["equal"] == arm["agreement"]["texts"] == 2
+    table = said("bench", folder, *QUICK, *asked, "--to", str(tmp_path / "out"))["table"]
+    assert [(row["model"].endswith("within 1TiB"), row["equal"], row["n"]) for row in table] == [(True, 1.0, 2)] * 3
 
 
 @pytest.mark.tools
@@ -174,19 +186,18 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
     invoke: Invoke, said: Said, folder: str, texts: str, tmp_path: Path
 ) -> None:
     words = f"bench {folder} --workload {texts} --measure acceptance --max-new-tokens 16 --temperature 0".split()
-    words += ["--draft", "int8", "--draft", "lookup", "--draft-length", "2", "--to", str(tmp_path)]
-    (cell,) = said(*words)["cells"]
-    assert [arm["name"] for arm in cell["arms"]] == ["selfspec int8, length 2", "selfspec lookup, length 2"]
-    assert cell["settings"]["repeats"] == 0
-    for arm in cell["arms"]:
-        assert arm["mean_accepted_length"]["value"] >= 1
-        assert arm["decoding_tokens_per_second"] is None
-    assert {file.name for file in tmp_path.glob("*.png")} == {"acceptance.png", "tokens_a_pass.png"}
-    rows = pandas.read_parquet(tmp_path / "texts.parquet")
+    words += ["--draft", "int8", "--draft", "lookup", "--draft-length", "2", "--to", str(tmp_path / "to")]
+    table = said(*words)["table"]
+    assert [row["arm"] for row in table] == ["selfspec int8, length 2", "selfspec lookup, length 2"]
+    for row in table:
+        assert row["mean_accepted_length"] >= 1
+        assert not [name for name in row if "second" in name or "speedup" in name]
+    assert {file.name for file in (tmp_path / "to").glob("*.png")} == {"positions.png", "tokens.png"}
+    rows = pandas.read_parquet(tmp_path / "to" / "texts.parquet")
     assert set(rows["draft"]) == {"int8", "lookup"}
     assert rows["prompt"].str.len().min() > 0
     assert rows["text"].str.len().min() > 0
-    assert "tokens a pass" in invoke(*words).stdout
+    assert "mean accepted length" in invoke(*words).stdout
 
 
 @pytest.mark.tools
@@ -197,7 +208,7 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     assert ending.status == 0, ending.stderr
     assert "exit:4" in ending.stdout
     assert "0 failed" in ending.stdout
-    names = {"runs.jsonl", "points.csv", "points.parquet", "report.html", "report.md", "pareto.png", "exits.svg"}
+    names = {"runs.jsonl", "table.csv", "table.parquet", "texts.parquet", "report.md", "cost.png", "exits.pdf"}
     assert names <= {file.name for file in to.iterdir()}
 
 
@@ -318,7 +329,7 @@ def _bench(said: Said, model: str, folder: Path) -> Any:
     words = ("--measure", "acceptance", "--arm", "draft", "--draft", _DRAFT, "--draft-length", "2", "--prompts", "2")
     sizes = ("--temperature", "0", "--max-new-tokens", "16", "--context", "12")
     found = said("bench", model, *words, *sizes, "--to", str(folder), *ON_CPU)
-    return [arm["mean_accepted_length"] for cell in found["cells"] for arm in cell["arms"]]
+    return [row["mean_accepted_length"] for row in found["table"]]
 
 
 _STUDY = ("--texts", "2", "--max-new-tokens", "12", "--prompt-tokens", "12", "--pricing", "weights")
@@ -328,7 +339,7 @@ def _search(said: Said, model: str, folder: Path) -> Any:
     words = ("--temperature", "0", "--evaluations", "3", "--sublayers", "2", "--to", str(folder / "found.json"))
     found = said("search", model, *words, "--keep", str(folder), *_STUDY, *ON_CPU)
     # All that the report is made of.
-    table = pandas.read_parquet(folder / "points.parquet")
+    table = pandas.read_parquet(folder / "table.parquet")
     return [(row["draft"], row["alpha"]) for row in found["scores"]], sorted(table["alpha"].tolist())
 
 
@@ -362,13 +373,12 @@ def test_each_gets_its_own_figures(
 def test_a_report_says_them_apart(two: list[str], said: Said, tmp_path: Path) -> None:
     for model in two:
         _bench(said, model, tmp_path)
-    bases = [Origin.of(AutoModelForCausalLM.from_pretrained(model)).short for model in two]
-    page, texts = (tmp_path / MARKDOWN).read_text(), pandas.read_parquet(tmp_path / "texts.parquet")
-    assert all(f"| model {base} |" in page for base in bases)
-    assert set(texts["weights"]) == set(bases)
+    bases = [origin(AutoModelForCausalLM.from_pretrained(model))["weights"][:8] for model in two]
+    page, texts = (tmp_path / REPORT).read_text(), pandas.read_parquet(tmp_path / "texts.parquet")
+    assert all(f"## model {base}, demo" in page for base in bases)
+    assert {each[:8] for each in texts["weights"]} == set(bases)
     study = said(
         "ablate", "--model", two[0], "--model", two[1], "--draft", _DRAFT, "--to", str(tmp_path), *_STUDY, *ON_CPU
     )
-    assert {(row["model"], row["weights"]) for row in study["best"]} == {("model", base) for base in bases}
-    assert len(study["best"]) == 2 * 2
-    assert all(f"model {base}, demo, greedy" in (tmp_path / MARKDOWN).read_text() for base in bases)
+    assert {row["model"] for row in study["best"]} == {f"model {base}" for base in bases}
+    assert all(f"## model {base}, demo, greedy" in (tmp_path / REPORT).read_text() for base in bases)

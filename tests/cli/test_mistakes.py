@@ -280,7 +280,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_loaded(
 def test_further_places_are_checked_too(
     invoke: Invoke, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _refused(invoke("search", folder, "--to", str(tmp_path / "skip.json"), "--keep", str(text)))
+    ending = invoke("search", folder, "--to", str(tmp_path / "skip.json"), "--keep", str(text))
+    assert ending.status == 2
+    assert "is a file; give a folder" in ending.stderr
     monkeypatch.setenv(VARIABLE, str(text / "profiles"))
     _refused(invoke("calibrate", folder))
     results = tmp_path / "results"

@@ -43,7 +43,7 @@ from selfspec.recipe import Recipe
 from selfspec.tools.index import write_corpus
 from selfspec.tools.lab.outputs import check_output_file, whole_folder
 from selfspec.tools.lab.runs import FILE as RUNS
-from selfspec.tools.lab.runs import Asked, Run, Runs
+from selfspec.tools.lab.runs import Run, Runs
 from selfspec.tools.train.corpus import read_documents, written_text
 from selfspec.tools.train.course import RunFolder
 from selfspec.tools.train.exit_heads import ExitHeads
@@ -128,7 +128,7 @@ def _write_recipe(file: Path) -> None:
 
 
 def _read_run(file: Path) -> object:
-    found = Runs(file.parent).of_kind("costs")
+    found = Runs(file.parent).measured("costs")
     if not found:
         raise errors.BenchError("a line that was cut off is no run, and what it held is measured again")
     return found
@@ -161,7 +161,7 @@ KINDS: dict[str, Kind] = {
     ),
     "run": Kind(
         RUNS,
-        lambda file: Runs(file.parent).keep([Run(Asked("costs", {"threads": 2}), {"seconds": 0.25})]),
+        lambda file: Runs(file.parent).keep(Run("costs", {"threads": 2}).rows([{"seconds": 0.25}], {})),
         _read_run,
         errors.BenchError,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,18 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from helpers.saved_folders import checkpoint_folder
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.profile import Chosen, Profile, Setting
-from selfspec.decode.output import Stats
 from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import TokenTimes
-from selfspec.measure.spare_cores import SpareCores
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate.confirm import Confirmed
-from selfspec.tools.lab.arms import ArmKind, ArmSpec, Cell
-from selfspec.tools.lab.measured import MeasuredCell
-from selfspec.tools.lab.record import Record, Setup
+from selfspec.tools.lab.runs import Row
 from selfspec.tools.lab.study import StudiedModel, Study
 
 TEXTS, PROMPT = 3, 6
@@ -60,48 +56,19 @@ def stories_loader() -> Callable[[str], StudiedModel]:
     return lambda name: studied
 
 
-CELL = Cell("code", 0.0, 1, 8, 16)
-SETTINGS = Setup("tiny", "0" * 20, "0" * 20, 1000, "float64", "cpu", 1, 2, 2, "abc")
-ENVIRONMENT = {
-    "selfspec": "0",
-    "torch": "0",
-    "transformers": "0",
-    "python": "0",
-    "commit": None,
-    "processor": "p",
-    "device": "cpu",
-}
-
-
-def cell_of(*arms: Record, cell: Cell = CELL, settings: Setup = SETTINGS, free: float | None = None) -> MeasuredCell:
-    return MeasuredCell(cell, settings, arms, ENVIRONMENT, SpareCores(2, free))
-
-
-def record(kind: ArmKind, seconds: Sequence[Sequence[float]], draft: str | None = None, **fields: Any) -> Record:
-    """An arm that made 16 tokens in each call, one of them in the first tenth of a second."""
-
-    def each(value: Any) -> list[list[Any]]:
-        return [[value for _ in repeat] for repeat in seconds]
-
-    counts = fields.get("counts")
-    given: dict[str, Any] = {
-        "first_seconds": each(0.1),
-        "tokens": each(16),
-        "first_tokens": each(1),
-        "passes": each(16),
-        "cycle_share": each(0.0),
-        "texts": each([[*range(16)]]),
-        "judged": each(counts.judged_per_depth if counts else []),
-        "accepted": each(counts.accepted_per_depth if counts else []),
+def text_row(decoder: str, call: int = 0, draft: str | None = None, repeat: int = 0, **columns: Any) -> Row:
+    """A text of 16 tokens, timed in turns: one token in the first tenth of a second, a second for the others."""
+    own = {} if draft is None else {"judged": [8, 6], "accepted": [6, 4], "shapes": [[2, 2, 8]], "draft_length": 2}
+    return {
+        **{"run": decoder, "measured": "generation", "model": "tiny", "weights": "1" * 20, "setting": "s"},
+        **{"workload": "w", "prompts": "p", "temperature": 0.0, "batch": 1, "context": None, "chat": False},
+        **{"max_new_tokens": 16, "turns": "t", "device": "cpu", "threads": 1, "cores": 2, "free": 1.9, "selfspec": "0"},
+        **{"decoder": decoder, "arm": draft or decoder, "draft": draft, "runtime": "native", "parts": [], "repeats": 1},
+        **{"repeat": repeat, "call": call, "row": 0, "new_tokens": 16, "first_tokens": 1, "rounds": 16, "passes": 16},
+        **{"seconds": 1.1, "first_seconds": 0.1, "repeated_share": 0.0, "token_ids": [*range(16)]},
+        **own,
+        **columns,
     }
-    return Record(ArmSpec(kind, draft), seconds=[*map(list, seconds)], **given | fields)
-
-
-def plain(seconds: Sequence[Sequence[float]]) -> Record:
-    """Selfspec's plain decoding, which spent all but a tenth of a second of each call in rounds."""
-    calls = sum(map(len, seconds))
-    counts = Stats(16 * calls, 16 * calls, 16 * calls, seconds={"prefill": 0.1 * calls, "verify": 1.0})
-    return record("plain", seconds, counts=counts)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -235,14 +235,6 @@ class ArmSpec:
     def own(self) -> bool:
         """True if the arm is selfspec's."""
         return self.kind in ("plain", "draft")
-
-
-def short_names(arms: Iterable[ArmSpec]) -> dict[ArmSpec, str]:
-    """Return names of arms that say how they differ: without selfspec's own, and without what all drafts share."""
-    names = {arm: arm.name.removeprefix("selfspec ") for arm in arms}
-    drafts = {arm: arm.draft or "" for arm in names if arm.kind == "draft"}
-    shared = len({names[arm].removeprefix(draft) for arm, draft in drafts.items()}) == 1
-    return names | drafts if shared else names
 
 
 def control_of(draft_length: int | None, nodes: int | None) -> Control:

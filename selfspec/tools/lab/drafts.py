@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from selfspec.accept import Rule, find_rule, rule_name
 from selfspec.architecture import Adapter
 from selfspec.control.profile import Profile
-from selfspec.draft import Drafter, LayerSkip
+from selfspec.draft import Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import trained_exits
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
@@ -116,6 +116,7 @@ def named_drafts(
 ) -> dict[str, str]:
     """Return the drafts of a study in their order, by the name that `Given.drafter` reads, each with its `content`."""
     found: dict[str, str] = {}
+    spelled: dict[str, str] = {}
     known = given or Given()
     for name in names:
         try:
@@ -123,7 +124,8 @@ def named_drafts(
                 drafter = known.drafter(each)
                 drafter.check(len(adapter.decoder_layers(model)))
                 drafter.check_model(model, adapter)
-                found[each] = content(drafter)
+                # Two spellings of a draft are one draft.
+                found.setdefault(spelled.setdefault(repr(drafter), each), content(drafter))
         except DraftConfigError as error:
             also = "; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
             raise StudyError(f"drafts: {name}: {error}{also * ('not understood' in str(error))}") from error
@@ -136,6 +138,27 @@ def draft_kind(name: str) -> str:
     """Return the kind of a draft, without arguments: `exit`, `lookup+int8`, `module:Class`."""
     parts = [part.split(":") for part in parts_of(name)]
     return "+".join(part[0] if part[0] in kinds() else ":".join(part[:2]) for part in parts)
+
+
+def columns_of(draft: Any) -> dict[str, Any]:
+    """Return the columns that a draft's name says: its kind, its exit layer, or the layers and parts it leaves out."""
+    if not isinstance(draft, str) or not draft:
+        return {}
+    try:
+        drafter, kind = parse_draft(draft), draft_kind(draft)
+    except SelfSpecError:
+        # A drafter given as an object has no name to read.
+        return {"kind": draft}
+    if isinstance(drafter, EarlyExit):
+        return {"kind": kind, "exit": drafter.layer}
+    if not isinstance(drafter, LayerSkip):
+        return {"kind": kind}
+    skipped = sorted(skip_set(draft))
+    found = {"kind": kind, "skipped": len(skipped)}
+    if len({each.layer for each in skipped}) == 1:
+        part = "layer" if len(skipped) > 1 else ("attention", "MLP")[skipped[0].part]
+        found |= {"layer": skipped[0].layer, "part": part}
+    return found
 
 
 def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter, depth: int) -> bool:

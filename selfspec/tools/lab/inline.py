@@ -1,10 +1,11 @@
-"""Offer the lab over a model in memory: `selfspec.ablate(model, ...)` and `selfspec.bench(model, ...)`."""
+"""Offer the lab over models in memory: `selfspec.ablate(model, ...)` and `selfspec.bench(model, ...)`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,70 +17,108 @@ from selfspec.errors import BenchError, PromptError, StudyError
 from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.prompts import read_given
 from selfspec.model.registry import check_causal, find_adapter
-from selfspec.tools.lab.ablation import work_on
+from selfspec.tools.lab.ablation import Progress, untold, work_on
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, usual_runtime_name
-from selfspec.tools.lab.bench_report import write_report
 from selfspec.tools.lab.drafts import Given, called
-from selfspec.tools.lab.measured import KIND, MeasuredCell
-from selfspec.tools.lab.report import require_packages
-from selfspec.tools.lab.runs import Runs
-from selfspec.tools.lab.session import Part, Session
-from selfspec.tools.lab.study import StudiedModel, Study
+from selfspec.tools.lab.generations import Generations, Part, latest
+from selfspec.tools.lab.report import provenances, require_packages, write_report
+from selfspec.tools.lab.runs import Row, Runs
+from selfspec.tools.lab.study import Pricing, StudiedModel, Study
+from selfspec.tools.lab.table import doubts, summarise
 
-_GIVEN = "given"
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_Prompts = Tensor | Sequence[str] | Sequence[Tensor]
 
 
 def ablate(
-    model: PreTrainedModel,
-    prompts: Tensor | Sequence[str] | Sequence[Tensor],
+    model: PreTrainedModel | Mapping[str, PreTrainedModel],
+    prompts: _Prompts | Mapping[str, _Prompts],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    drafts: str | Drafter | Sequence[str | Drafter] = ("exits", "sublayers"),
+    draft_lengths: int | Sequence[int] = (1, 2, 3, 4, 6, 8),
+    temperatures: float | Sequence[float] = (0.0, 1.0),
+    accept: str | Rule = "token",
+    max_new_tokens: int = 64,
+    reach: int | None = None,
+    confirm: int = 6,
+    pricing: Pricing = "measured",
+    runtime: str | None = None,
+    seed: int = 0,
     to: str | Path | None = None,
-    **declared: Any,
-) -> Any:
-    """Study what drafts of a model are worth.
+    progress: Progress | None = None,
+) -> DataFrame:
+    """Study what drafts of one or several models are worth.
 
     Args:
-        model: the stock causal LM; it is left as it is.
-        prompts: what it writes on from, whole: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`.
+        model: the stock causal LM, which is left as it is; or several by name.
+        prompts: what it writes on from, whole: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`; or several
+            workloads of these by name.
         tokenizer: for prompts that are texts.
-        to: folder to keep the study in, which the same call continues; None: it is not kept.
-        **declared: as in a study file: `drafts`, `draft_lengths`, `temperatures`, `seed`, `max_new_tokens`, `reach`,
-            `confirm`, `accept`, `pricing`. Drafts are names or drafters, the rule a name or a rule.
+        drafts: names, those that stand for many too (see docs/studies.md), or drafters.
+        draft_lengths: to choose from.
+        temperatures: 0 decodes greedily.
+        accept: rule of drafts that are judged by generation.
+        max_new_tokens: the most tokens that the model adds to each prompt.
+        reach: positions of a draft that teacher forcing tells apart; None: all.
+        confirm: drafts of each model, workload and temperature that are confirmed by real generation.
+        pricing: costs `measured` here, or by the `weights` that a step reads.
+        runtime: how passes are run; None: as `selfspec bench` does.
+        seed: of sampled texts.
+        to: folder to keep the study in, which the same call continues, with a report; None: it is not kept.
+        progress: called with runs done, runs in all, and the share of the work; None: nothing is shown.
 
     Returns:
-        A `pandas.DataFrame` with one row for each draft, temperature and draft length.
+        A `pandas.DataFrame` with a line for each draft, draft length and set of conditions: see docs/columns.md. Its
+        `attrs` have `doubts`, on figures that say less than they seem to, and `provenance`.
 
     Raises:
         StudyError: naming what cannot be.
     """
     require_packages()
-    check_module(model)
-    check_causal(model)
+    models = _named_models(model)
     place = None if to is None else checked_path("to", to, StudyError)
+    listed = _listed(drafts)
+    given = Given.of(listed, [accept])
     try:
-        ids = read_given(model, prompts, tokenizer)
+        workloads = {
+            name: {each: read_given(own, some, tokenizer) for each, some in _named_workloads(prompts).items()}
+            for name, own in models.items()
+        }
     except PromptError as error:
         raise StudyError(f"prompts cannot be used: {error}") from error
-    own = {"models": _GIVEN, "workloads": _GIVEN, "texts": len(ids)}
-    for taken in sorted((own.keys() | {"chat", "prompt_tokens"}) & declared.keys()):
-        raise StudyError(f"{taken} follows from the model and its prompts; leave it out")
-    drafts, rule = _listed(declared.get("drafts", ())), declared.get("accept", "token")
-    given = Given.of(drafts, [rule])
-    if drafts:
-        declared["drafts"] = [called(each) if isinstance(each, Drafter) else each for each in drafts]
-    declared["accept"] = called(rule) if isinstance(rule, Rule) else rule
-    study = Study.of({**declared, **own})
-    studied = StudiedModel(type(model).__name__, model, find_adapter(model), {_GIVEN: ids}, tokenizer, given)
-    import pandas
+    declared = {
+        "models": list(models),
+        "drafts": [called(each) if isinstance(each, Drafter) else each for each in listed],
+        "workloads": list(_named_workloads(prompts)),
+        "texts": max((len(ids) for ids in next(iter(workloads.values())).values()), default=1),
+        "draft_lengths": draft_lengths,
+        "temperatures": temperatures,
+        "accept": called(accept) if isinstance(accept, Rule) else accept,
+        "max_new_tokens": max_new_tokens,
+        "reach": reach,
+        "confirm": confirm,
+        "pricing": pricing,
+        "runtime": runtime,
+        "seed": seed,
+    }
+    study = Study.of(declared)
 
-    return pandas.DataFrame(work_on(study, lambda name: studied, Runs(place)).table)
+    def load(name: str) -> StudiedModel:
+        return StudiedModel(name, models[name], find_adapter(models[name]), workloads[name], tokenizer, given)
+
+    finding = work_on(study, load, Runs(place), progress or untold)
+    if place is not None:
+        write_report("Study of drafts", finding.judged, asdict(study), place)
+    return _told(finding.table, finding.rows)
 
 
 def bench(
-    model: PreTrainedModel,
-    prompts: Tensor | Sequence[str] | Sequence[Tensor],
-    drafts: Sequence[str | Drafter],
+    model: PreTrainedModel | Mapping[str, PreTrainedModel],
+    prompts: _Prompts | Mapping[str, _Prompts],
+    drafts: str | Drafter | Sequence[str | Drafter],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     accept: Sequence[str | Rule] = (),
@@ -92,12 +131,13 @@ def bench(
     warm_up: int = 3,
     to: str | Path | None = None,
     watch: Watch | None = None,
-) -> Any:
+) -> DataFrame:
     """Measure drafts side by side on the same prompts, in turns with `model.generate` and plain decoding.
 
     Args:
-        model: the stock causal LM; it is left as it is.
-        prompts: what it writes on from, whole: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`.
+        model: the stock causal LM, which is left as it is; or several by name.
+        prompts: what it writes on from, whole: texts, or token ids, `[texts, tokens]` or each `[1, tokens]`; or several
+            workloads of these by name.
         drafts: names, or drafters.
         tokenizer: for prompts that are texts, and to write texts down.
         accept: acceptance rules, by name or as rules; none: selfspec's default.
@@ -112,58 +152,68 @@ def bench(
         watch: shows progress.
 
     Returns:
-        A `pandas.DataFrame` with one row for each arm and temperature; `attrs["doubts"]` says which figures to doubt.
+        A `pandas.DataFrame` with a line for each arm and set of conditions: see docs/columns.md. Its `attrs` have
+        `doubts`, on figures that say less than they seem to, and `provenance`.
 
     Raises:
         BenchError, PromptError, DraftConfigError, UnsupportedOptionError: naming what cannot be.
     """
     require_packages()
-    check_module(model)
-    check_causal(model)
     place = None if to is None else checked_path("to", to, BenchError)
-    ids, given = read_given(model, prompts, tokenizer), Given.of(drafts, accept)
-    own = ArmSpec("plain", runtime=usual_runtime_name(model.device))
-    specs = [ArmSpec("generate"), own] if timed else []
-    for draft in map(called, drafts):
-        for rule in map(called, accept or ("",)):
-            named, lossless = rule or None, given.lossless(rule or None)
-            specs.append(ArmSpec("draft", draft, draft_length, nodes, named, runtime=own.runtime, lossless=lossless))
-    parts: frozenset[Part] = frozenset({"speed", "costs"} if timed else {"acceptance"})
-    session = Session(
-        name=type(model).__name__,
-        place=None,
-        model=model,
-        specs=list(dict.fromkeys(specs)),
-        repeats=repeats,
-        warm_up=warm_up,
-        parts=parts,
-        given=given,
-        tokenizer=tokenizer,
-    )
-    asked = [*map(Prompts.of_one_length, ids)]
-    cells = {Cell(_GIVEN, temperature, 1, None, max_new_tokens): asked for temperature in temperatures}
-    runs = Runs(place)
-    found = session.measure(cells, runs, watch or Unwatched())
-    if place is not None:
-        write_report([MeasuredCell.of(run) for run in runs.of_kind(KIND)], place)
-    import pandas
-
-    rows = [
-        {
-            "model": each.settings.model,
-            "weights": each.settings.base[:8],
-            "temperature": each.cell.temperature,
-            **arm,
-            "draft": arm["arm"]["draft"],
-            "accept": arm["arm"]["accept"],
+    listed = _listed(drafts)
+    given, runs, rows = Given.of(listed, accept), Runs(place), []
+    for name, each in _named_models(model).items():
+        own = ArmSpec("plain", runtime=usual_runtime_name(each.device))
+        specs = [ArmSpec("generate"), own] if timed else []
+        for draft in map(called, listed):
+            for rule in map(called, accept or ("",)):
+                kept = given.lossless(rule or None)
+                like = replace(own, kind="draft", draft=draft, length=draft_length, nodes=nodes)
+                specs.append(replace(like, accept=rule or None, lossless=kept))
+        parts: frozenset[Part] = frozenset({"speed", "costs"} if timed else {"acceptance"})
+        generations = Generations(
+            name=name,
+            place=None,
+            model=each,
+            specs=list(dict.fromkeys(specs)),
+            repeats=repeats,
+            warm_up=warm_up,
+            parts=parts,
+            given=given,
+            tokenizer=tokenizer,
+        )
+        cells = {
+            Cell(workload, temperature, 1, None, max_new_tokens): [
+                *map(Prompts.of_one_length, read_given(each, some, tokenizer))
+            ]
+            for workload, some in _named_workloads(prompts).items()
+            for temperature in temperatures
         }
-        for each in found
-        for arm in each.to_dict()["arms"]
-    ]
-    table = pandas.json_normalize(rows, sep="_")
-    table.attrs["doubts"] = [said for each in found for said in each.doubts]
+        rows += generations.measure(cells, runs, watch or Unwatched())
+    if place is not None:
+        write_report("Benchmark", latest(runs.measured("generation")), {}, place)
+    return _told(summarise(rows), rows)
+
+
+def _told(table: DataFrame, rows: Sequence[Row]) -> DataFrame:
+    table.attrs |= {"doubts": doubts(table), "provenance": provenances(rows)}
     return table
+
+
+def _named_models(model: PreTrainedModel | Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:
+    """Return models by name: of a single one that of its folder or checkpoint, else that of its class."""
+    if not isinstance(model, Mapping):
+        check_module(model)
+        model = {Path(getattr(model, "name_or_path", "") or type(model).__name__).name: model}
+    for each in model.values():
+        check_module(each)
+        check_causal(each)
+    return dict(model)
 
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _named_workloads(prompts: _Prompts | Mapping[str, _Prompts]) -> dict[str, _Prompts]:
+    return dict(prompts) if isinstance(prompts, Mapping) else {"prompts": prompts}

@@ -1,4 +1,4 @@
-"""Runs: what was measured, each with all that it was measured under, in one file that work goes on from."""
+"""Runs: what is measured, each under a key, and its rows: a line a text in one file that work goes on from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,114 +15,110 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec.errors import BenchError, SelfSpecError
-from selfspec.files.json_text import parsed
-from selfspec.files.writing import sealed, writing
+from selfspec.files.json_text import parse_json
+from selfspec.files.writing import CHECKSUM, sealed, writing
 from selfspec.measure.environment import environment
-from selfspec.measure.spare_cores import CoreWatch, SpareCores
+from selfspec.measure.spare_cores import CoreWatch
 from selfspec.measure.stock import end_tokens
 from selfspec.model.identity import fingerprint
 from selfspec.tools.lab.outputs import check_output_file
 
 FILE = "runs.jsonl"
 
+Row = dict[str, Any]
+"""A row of the lab's table, by column: docs/columns.md says what each is."""
+
 _KEPT = "what was measured before is kept: make room and repeat the command to go on"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question of some kind to the lab; the result depends on `under`.
-
-    `place` has names of its model, text and so on in reports; they do not change the result.
-    """
-
-    kind: str
-    under: Mapping[str, Any]
-    place: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        """Tell it apart from all else: asked for twice, it is done once."""
-        written = json.dumps([self.kind, dict(self.under)], sort_keys=True)
-        return hashlib.sha256(written.encode()).hexdigest()[:20]
+# Columns by which a file is read; the row's place among those of its run, and their number.
+_RUN, _MEASURED, _NUMBER, _OF = "run", "measured", "number", "of"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A question and its result: findings, or an error; `load` are the cores that were free, None if not watched."""
+    """One thing to measure: asked for twice, it is done once.
 
-    asked: Asked
-    found: Mapping[str, Any]
-    error: str | None = None
-    seconds: float = 0.0
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    load: SpareCores | None = None
+    Attributes:
+        measured: `generation`, `teacher forcing`, `text` or `costs`.
+        under: all that the result depends on; columns of its rows.
+        labels: columns that change no result, as the names of model and prompts.
+    """
+
+    measured: str
+    under: Mapping[str, Any]
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def doubt(self) -> str | None:
-        """Reason why its times are unsure; None: they are not, as far as is known."""
-        if self.load is None or self.environment.get("device") != "cpu":
-            return None
-        return self.load.doubt(int(self.environment["threads"]))
+    def key(self) -> str:
+        """A digest of what the result depends on."""
+        written = json.dumps([self.measured, dict(self.under)], sort_keys=True)
+        return hashlib.sha256(written.encode()).hexdigest()[:20]
+
+    def rows(self, found: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> list[Row]:
+        """Return the rows of a result, measured with what `around` says."""
+        named = {_RUN: self.key, _MEASURED: self.measured, **around, **self.labels, **self.under}
+        return [{**named, _NUMBER: number, _OF: len(found), **each} for number, each in enumerate(found)]
 
 
 class Runs:
-    """The runs of a folder, by key: the latest answer to each question. Without a folder, they are kept nowhere.
+    """The rows of a folder, by run: the latest of each. Without a folder, they are kept nowhere.
 
     Raises:
-        BenchError: its file holds something else.
+        BenchError: its file holds something else, or the folder is another's.
         StorageError: it cannot be written to.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
-        self._runs: dict[str, Run] = {}
-        self._used: dict[str, Asked] = {}
-        if self._file is not None:
+        self._rows: dict[str, list[Row]] = {}
+        if self._file is not None and folder is not None:
+            if folder.is_dir() and not self._file.exists() and any(folder.iterdir()):
+                raise BenchError(f"{folder} holds other files and no {FILE}; give a new folder, or an empty one")
+            if folder.exists() and not folder.is_dir():
+                raise BenchError(f"{folder} is a file; give a folder")
             check_output_file(self._file)
             for number, line in enumerate(_whole_lines(self._file).splitlines(), 1):
-                run = self._read(number, line)
-                self._runs[run.asked.key] = run
+                self._add(self._read(number, line))
 
-    def __getitem__(self, asked: Asked) -> Run:
-        self._used[asked.key] = asked
+    def __getitem__(self, run: Run) -> list[Row]:
         # Its model may have been called otherwise then.
-        return replace(self._runs[asked.key], asked=asked)
+        return [{**row, **run.labels} for row in self._rows[run.key]]
 
-    def __contains__(self, asked: Asked) -> bool:
-        return asked.key in self._runs
+    def __contains__(self, run: Run) -> bool:
+        return self.knows(run.key)
 
-    @property
-    def used(self) -> list[Run]:
-        """Runs that were read here, in that order; others of the folder may be of other models."""
-        return [self[asked] for asked in self._used.values()]
+    def knows(self, key: str) -> bool:
+        """Return whether the run of a key is there, with all its rows."""
+        rows = self._rows.get(key, [])
+        return bool(rows) and len(rows) == rows[0][_OF]
 
-    def of_kind(self, kind: str) -> list[Run]:
-        """Return the runs of a kind, in the order in which they were first made."""
-        return [run for run in self._runs.values() if run.asked.kind == kind]
+    def measured(self, kind: str) -> list[Row]:
+        """Return all rows of a kind, in the order in which their runs were first made."""
+        return [row for rows in self._rows.values() for row in rows if row[_MEASURED] == kind]
 
-    def keep(self, runs: Iterable[Run]) -> None:
-        """Add runs to the file, a line each; if it cannot be written, the runs before stay whole."""
-        made = list(runs)
+    def keep(self, rows: Iterable[Row]) -> None:
+        """Add the rows of whole runs to the file, a line each; if it cannot be written, those before stay."""
+        made = list(rows)
         if self._file is not None:
-            lines = "".join(json.dumps(sealed(asdict(run))) + "\n" for run in made)
+            lines = "".join(json.dumps(sealed(row)) + "\n" for row in made)
             with writing(self._file, _KEPT):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 whole = _whole_lines(self._file)
                 with self._file.open("r+" if self._file.exists() else "w", encoding="utf-8", newline="") as file:
-                    # A line that was cut off in the middle is no run.
+                    # A line that was cut off in the middle is no row.
                     file.truncate(len(whole.encode()))
                     file.seek(0, 2)
                     file.write(lines)
-        self._runs.update((run.asked.key, run) for run in made)
+        for row in made:
+            self._add(row)
 
     def find_out(
         self,
-        asked: Sequence[Asked],
-        find: Callable[[Sequence[Asked]], Sequence[Mapping[str, Any]]],
-        environment: Mapping[str, Any],
+        runs: Sequence[Run],
+        find: Callable[[Sequence[Run]], Sequence[Sequence[Mapping[str, Any]]]],
+        around: Mapping[str, Any],
     ) -> None:
-        """Find out what is not known of some questions, and keep it; an error is a result, and ends no other."""
-        missing = [each for each in asked if each not in self]
+        """Find out what is not known of some runs, and keep it; an error is a result, and ends no other run."""
+        missing = [run for run in runs if run not in self]
         if not missing:
             return
         begun, busy = time.perf_counter(), CoreWatch()
@@ -130,21 +126,40 @@ class Runs:
             found = find(missing)
         except Exception as error:
             if len(missing) == 1:
-                self.keep([Run(missing[0], {}, _said(error), environment=environment)])
-            for each in missing if len(missing) > 1 else ():
-                self.find_out([each], find, environment)
+                self.keep(missing[0].rows([{"error": _said(error)}], around))
+            for run in missing if len(missing) > 1 else ():
+                self.find_out([run], find, around)
             return
-        seconds, load = (time.perf_counter() - begun) / len(missing), busy.read()
-        self.keep(Run(*pair, None, seconds, environment, load) for pair in zip(missing, found, strict=True))
+        took = {"work_seconds": (time.perf_counter() - begun) / len(missing), **asdict(busy.read())}
+        self.keep(row for run, each in zip(missing, found, strict=True) for row in run.rows(each, {**around, **took}))
 
-    def _read(self, number: int, line: str) -> Run:
+    def _add(self, row: Row) -> None:
+        if row[_NUMBER] == 0:
+            self._rows[row[_RUN]] = []
+        self._rows.setdefault(row[_RUN], []).append(row)
+
+    def _read(self, number: int, line: str) -> Row:
         try:
-            return parsed(line, Run)
+            row = parse_json(line)
+            if not isinstance(row, dict) or not all(
+                isinstance(row.get(name), kind)
+                for name, kind in ((_RUN, str), (_MEASURED, str), (_NUMBER, int), (_OF, int))
+            ):
+                raise ValueError("it has no run, number and count")
+            if row != sealed(row):
+                raise ValueError(f"its {CHECKSUM} does not fit: it is damaged, or was changed")
         except ValueError as wrong:
             raise BenchError(
-                f"line {number} of {self._file} is no run of this version of selfspec ({wrong}); give "
+                f"line {number} of {self._file} is no row of this version of selfspec ({wrong}); give "
                 "another folder, or take the line out"
             ) from None
+        del row[CHECKSUM]
+        return row
+
+
+def digest_of(rows: Sequence[Any]) -> str:
+    """Return a digest of some values, as the token ids of prompts."""
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:20]
 
 
 def _whole_lines(file: Path) -> str:
@@ -164,46 +179,28 @@ def _said(error: Exception) -> str:
 _UNSAID = {"_name_or_path", "architectures", "dtype", "transformers_version"}
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Identifies what was measured; a part of every key of the lab.
+def origin(model: PreTrainedModel) -> Row:
+    """Identify a model as it is: columns that are a part of every key.
 
-    `base` is the fingerprint of the weights, shortened; `setting` a digest of these and all else: dtype, configuration,
-    end tokens, device, threads, versions, kernels.
+    `weights` is their fingerprint, shortened; `setting` a digest of it and all else: dtype, configuration, end tokens,
+    device, threads, versions, kernels. A model with offloaded weights, which cannot be told from others, is a
+    BenchError.
     """
-
-    base: str
-    setting: str
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Origin:
-        """Identify a model as it is; one with offloaded weights, which cannot be told from others, is a BenchError."""
-        try:
-            base = fingerprint(model, torch.float32)
-        except ValueError as reason:
-            raise BenchError(f"figures belong to weights, and {reason}: load the model whole") from reason
-        setting = [
-            base,
-            str(model.dtype),
-            json.loads(model.config.to_json_string(use_diff=False), object_hook=_without_names),
-            model.config._attn_implementation,
-            sorted(end_tokens(model)),
-            environment(model.device),
-        ]
-        return cls(base[:20], hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:20])
-
-    @property
-    def short(self) -> str:
-        """The weights' name in reports."""
-        return self.base[:8]
+    try:
+        weights = fingerprint(model, torch.float32)
+    except ValueError as reason:
+        raise BenchError(f"figures belong to weights, and {reason}: load the model whole") from reason
+    setting = [
+        weights,
+        str(model.dtype),
+        json.loads(model.config.to_json_string(use_diff=False), object_hook=_without_names),
+        model.config._attn_implementation,
+        sorted(end_tokens(model)),
+        environment(model.device),
+    ]
+    digest = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:20]
+    return {"weights": weights[:20], "setting": digest, "dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def _without_names(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in _UNSAID}
-
-
-def told_apart(models: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return report names of models, by name and weights: where a name has several weights, these follow it."""
-    every = list(dict.fromkeys(models))
-    names = [name for name, _ in every]
-    return {(name, base): name if names.count(name) == 1 else f"{name} {base[:8]}" for name, base in every}

@@ -24,35 +24,17 @@ from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer
-from selfspec.tools.lab.ablation import Progress, find_out, untold
-from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name, skip_set
-from selfspec.tools.lab.runs import Run, Runs
-from selfspec.tools.lab.study import StudiedModel, Study, texts_of
-from selfspec.tools.lab.table import Prices, Row, rows
+from selfspec.tools.lab.ablation import Finding, Progress, find_out, untold
+from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name
+from selfspec.tools.lab.prices import Prices
+from selfspec.tools.lab.runs import Row, Runs
+from selfspec.tools.lab.study import StudiedModel, Study, text_run, texts_of
+from selfspec.tools.lab.table import records
 
 # Ways that dynamic programming keeps for each amount of cost saved.
 _WIDTH = 6
 # Texts, and drafted tokens of each, that states are compared on; a few tell as much as many.
 _TEXTS, _TOKENS = 2, 32
-
-
-def evaluate(
-    runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress = untold
-) -> list[Row]:
-    """Estimate skip sets as a study does; return their rows of its table at their best draft lengths."""
-    found = _found(runs, study, studied, sets, progress)
-    best = {skip_set(row["draft"]): row for row in rows(found) if row["best_length"]}
-    return [best[each] for each in sets]
-
-
-def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress) -> list[Run]:
-    found = find_out(
-        runs, study, studied, named_drafts(map(skip_name, sets), studied.model, studied.adapter, study.seed), progress
-    )
-    for run in found:
-        if run.error is not None:
-            raise StudyError(f"{run.error}; this is kept: repeat the search in another place once it is mended")
-    return found
 
 
 def search(
@@ -62,19 +44,34 @@ def search(
     evaluations: int,
     runs: Runs | None = None,
     progress: Progress = untold,
-) -> list[Row]:
+) -> Finding:
     """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
 
     Prompts are those of the first workload; the study has one temperature. The same call with the same runs continues.
-    Returns all sets evaluated, at most `evaluations`, in order: their rows of a study's table at their best draft
-    lengths.
+    Returns what was found for all sets evaluated, at most `evaluations`, in order; one that failed is a StudyError.
     """
     study, kept = replace(study, confirm=0), runs or Runs(None)
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
-    known = {each.asked.kind: each for each in _found(kept, study, studied, [], progress)}
-    text = _compared(studied, texts_of(known["texts"], studied.model.device))
-    sets = sets_by_similarity(text, space, Prices.of(known["costs"]), _WIDTH)
-    return evaluate(kept, study, studied, _each_size_in_turn(sets)[:evaluations], progress)
+    known = {row["measured"]: row for row in _found(kept, study, studied, [], untold)}
+    (workload,) = studied.prompts
+    texts = kept[text_run(studied, workload, study.temperatures[0], study)]
+    compared = _compared(studied, texts_of(texts, studied.model.device))
+    sets = _each_size_in_turn(sets_by_similarity(compared, space, Prices.of(known["costs"]), _WIDTH))
+    return Finding(study, _found(kept, study, studied, sets[:evaluations], progress))
+
+
+def scored(finding: Finding) -> list[Row]:
+    """Return the lines of the sets at their best draft lengths, in the order in which they were evaluated."""
+    return [row for row in records(finding.table) if row.get("best_length")]
+
+
+def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress) -> list[Row]:
+    drafts = named_drafts(map(skip_name, sets), studied.model, studied.adapter, study.seed)
+    found = find_out(runs, study, studied, drafts, progress)
+    for row in found:
+        if "error" in row:
+            raise StudyError(f"{row['error']}; this is kept: repeat the search in another place once it is mended")
+    return found
 
 
 def _compared(studied: StudiedModel, texts: Sequence[Continuation]) -> TeacherForcedText:

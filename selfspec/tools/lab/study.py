@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field, fields
+from dataclasses import field, fields
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,9 +26,9 @@ from selfspec.measure.prompts import check_context, read_workloads
 from selfspec.measure.teacher_forced import LayerViews
 from selfspec.model.checkpoint import DtypeName, read_config
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import prompt_writer
+from selfspec.tools.lab.arms import RuntimeName, prompt_writer
 from selfspec.tools.lab.drafts import Given
-from selfspec.tools.lab.runs import Asked, Origin, Run
+from selfspec.tools.lab.runs import Row, Run, digest_of, origin
 
 Pricing = Literal["measured", "weights"]
 """Source of costs: timed on this machine, or the weights that a step reads."""
@@ -69,9 +67,11 @@ class Study:
         temperatures: 0 decodes greedily.
         texts: of a workload, to each of which the model adds up to `max_new_tokens`.
         prompt_tokens: tokens of each prompt, cut or joined to this length; None: prompts are whole.
-        reach: positions of a draft that estimates tell apart; further ones are taken to be like the last.
+        reach: positions of a draft that estimates tell apart; further ones are taken to be like the last. None: all,
+            and then greedy estimates are what generations do.
         confirm: drafts of each model, workload and temperature that are confirmed by real generation: half of them
             those that promise most, half at random.
+        runtime: how passes are run in generations and costs; None: as `selfspec bench` does on the device.
         accept: acceptance rule of drafts that are judged by generation; teacher forcing judges token by token.
     """
 
@@ -85,9 +85,10 @@ class Study:
     texts: _Count = 8
     prompt_tokens: _Count | None = None
     max_new_tokens: Annotated[_Count, Field(ge=2)] = 64
-    reach: _Count = 2
+    reach: _Count | None = None
     confirm: Annotated[int, Field(ge=0, lt=_LARGE)] = 6
     pricing: Pricing = "measured"
+    runtime: RuntimeName | None = None
     accept: str = "token"
     dtype: DtypeName = "float32"
     name: str = "study"
@@ -136,8 +137,8 @@ class StudiedModel:
     given: Given = field(default_factory=Given)
 
     @cached_property
-    def origin(self) -> Origin:
-        return Origin.of(self.model)
+    def origin(self) -> Row:
+        return origin(self.model)
 
     @cached_property
     def views(self) -> LayerViews:
@@ -147,49 +148,30 @@ class StudiedModel:
     def depth(self) -> int:
         return len(self.adapter.decoder_layers(self.model))
 
-    @property
-    def place(self) -> dict[str, str]:
-        """Names of the model and its weights in reports."""
-        return {"model": self.name, "weights": self.origin.short}
 
-    def pieces(self, ids: Sequence[int], first: int) -> list[str]:
-        """Return the text that each token from `first` on adds, as reports show it."""
-        if self.tokenizer is None:
-            return [f"{token} " for token in ids[first:]]
-        read = [str(self.tokenizer.decode(ids[:end])) for end in range(first, len(ids) + 1)]
-        # Where a token completes a character, the mark of its beginning is gone.
-        return [after.removeprefix(before.rstrip("\ufffd")) for before, after in pairwise(read)]
+def text_run(studied: StudiedModel, workload: str, temperature: float, study: Study) -> Run:
+    """Return the run in which a model writes on from the prompts of a workload."""
+    prompts = digest_of([prompt.tolist() for prompt in studied.prompts[workload]])
+    # Greedy texts do not depend on a seed.
+    how = {"temperature": temperature, "seed": study.seed if temperature else 0, "max_new_tokens": study.max_new_tokens}
+    return Run("text", {**studied.origin, "prompts": prompts, **how}, {"model": studied.name, "workload": workload})
 
 
-def texts_asked(studied: StudiedModel, workload: str, temperature: float, study: Study) -> Asked:
-    """Ask for the texts that a model writes on from the prompts of a workload."""
-    prompts = [prompt.tolist() for prompt in studied.prompts[workload]]
-    under = {
-        **asdict(studied.origin),
-        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:20],
-        "new_tokens": study.max_new_tokens,
-        "temperature": temperature,
-        # Greedy texts do not depend on a seed.
-        "seed": study.seed if temperature else 0,
-    }
-    return Asked("texts", under, {**studied.place, "workload": workload, "temperature": temperature})
-
-
-def write_texts(studied: StudiedModel, asked: Asked) -> dict[str, Any]:
+def write_texts(studied: StudiedModel, run: Run) -> list[Row]:
     """Let the stock model continue the prompts of a workload, each up to where it ends the text."""
-    under, prompts = asked.under, studied.prompts[asked.place["workload"]]
-    texts = continued(studied.model, prompts, under["new_tokens"], under["temperature"], under["seed"])
-    rows: list[list[int]] = [text.ids[0].tolist() for text in texts]
-    pieces = [studied.pieces(row, text.prompt) for row, text in zip(rows, texts, strict=True)]
-    return {"ids": rows, "prompt_tokens": [text.prompt for text in texts], "tokens": pieces}
+    under, prompts = run.under, studied.prompts[run.labels["workload"]]
+    texts = continued(studied.model, prompts, under["max_new_tokens"], under["temperature"], under["seed"])
+    return [
+        {"call": number, "token_ids": text.ids[0].tolist(), "prompt_tokens": text.prompt}
+        for number, text in enumerate(texts)
+    ]
 
 
-def texts_of(written: Run, device: torch.device) -> list[Continuation]:
+def texts_of(rows: Sequence[Row], device: torch.device) -> list[Continuation]:
     """Return the texts of a run, on a device."""
-    if written.error is not None:
-        raise StudyError(f"its texts could not be written: {written.error}")
-    pairs = zip(written.found["ids"], written.found["prompt_tokens"], strict=True)
-    return [Continuation(torch.tensor([ids], device=device), prompt) for ids, prompt in pairs]
+    if "error" in rows[0]:
+        raise StudyError(f"its texts could not be written: {rows[0]['error']}")
+    return [Continuation(torch.tensor([row["token_ids"]], device=device), row["prompt_tokens"]) for row in rows]
 
 
 def check_inputs(study: Study) -> None:

@@ -1,264 +1,366 @@
-"""A study as a table: one row for each draft, workload, temperature and draft length; and prices of drafts."""
+"""The lab's table: rows of texts summed up with intervals, a line for each draft under each set of conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import TypeAdapter
-from transformers import PreTrainedModel
 
-from selfspec.api import wrap
-from selfspec.architecture import Adapter
-from selfspec.control.costs import Costs, speedup
-from selfspec.draft import EarlyExit, LayerSkip
-from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import PLAIN, draft_name, parse_draft
-from selfspec.measure.costs import MeasuredCosts, measure_costs
-from selfspec.measure.estimate import Estimate
-from selfspec.measure.stock import bare
-from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.model.sizes import share_read, widening
-from selfspec.runtime import Eager
-from selfspec.tools.lab.drafts import content, draft_kind, skip_set
-from selfspec.tools.lab.runs import Asked, Run
-from selfspec.tools.lab.study import Pricing, StudiedModel
+from selfspec.measure.estimate import Estimate, holm_rejects
+from selfspec.measure.spare_cores import SpareCores
+from selfspec.tools.lab.drafts import columns_of
+from selfspec.tools.lab.runs import Row
 
-_WIDTHS, _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), (1, 3), 15
-# Kinds of drafts whose cost follows from their sublayers.
-_BY_SUBLAYERS = (EarlyExit, LayerSkip)
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
+CONDITIONS = ("model", "workload", "temperature", "batch", "context", "chat", "max_new_tokens")
+"""Columns of what drafts are compared under."""
 
-@dataclass(frozen=True)
-class SublayerPrices:
-    """Prices of a draft step, in steps of plain decoding: a fixed part, and what each layer's sublayers add."""
+ARM = ("arm", "draft", "draft_length", "nodes", "accept", "runtime", "measured")
+"""Columns that tell drafts apart."""
 
-    fixed: float
-    attention: Sequence[float]
-    mlp: Sequence[float]
+# What else must be the same for a comparison, and how that was measured.
+_ALSO = ("weights", "setting", "dtype", "prompts", "texts", "device", "threads", "selfspec", "commit", "turns")
+_HOW = ("decoder", "content", "reach", "lossless")
+FEW = 10
+"""Of fewer texts an interval says little."""
 
-    def of(self, ran: Sequence[Sublayer]) -> float:
-        """Return the summed prices of some sublayers, without the fixed part."""
-        return float(sum((self.attention if each.part == Part.ATTENTION else self.mlp)[each.layer] for each in ran))
+# Texts with a larger share of their tokens in repeating cycles flatter any draft; level of tests of quality; rounds of
+# which fewer than this share had a draft; draft tokens judged at a position, below which it is not drawn.
+_CYCLING, _LEVEL, _RARELY, _ENOUGH = 0.1, 0.05, 0.05, 10
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Terms of the speed-up formula for any draft path. The unit is one step of plain decoding.
+def summarise(rows: Iterable[Row]) -> DataFrame:
+    """Return one line for each arm under each set of conditions; docs/columns.md defines the columns.
 
-    Attributes:
-        sublayers: prices of a draft step; `low` and `high` the same by the ends of the intervals.
-        target: V and o of a draft that is verified from tokens on.
-        known: costs of paths that were timed for themselves, by name; `known_draft` their c, with its interval.
-        step_seconds: one step of plain decoding; None where nothing was measured.
+    A figure has its interval in two columns more, `_low` and `_high`; `n` is the number of texts (of batches: calls).
     """
+    import pandas
 
-    sublayers: SublayerPrices
-    low: SublayerPrices
-    high: SublayerPrices
-    target: Costs
-    known: Mapping[str, Costs] = field(default_factory=dict)
-    known_draft: Mapping[str, Estimate] = field(default_factory=dict)
-    step_seconds: float | None = None
-
-    @classmethod
-    def of(cls, found: Run) -> Prices:
-        """Return the prices that `find_costs` found."""
-        return TypeAdapter(cls).validate_python(found.found["prices"])
-
-    @property
-    def depth(self) -> int:
-        """Number of layers of the network."""
-        return len(self.sublayers.attention)
-
-    def of_draft(self, judged: Run) -> Costs:
-        """Return the costs of a judged draft: as timed if its path was, else put together from its sublayers.
-
-        Drafts that run no layers of the model cost what they say themselves.
-        """
-        path = self._path(judged)
-        if path is None:
-            return replace(self.target, draft=judged.found["cost"])
-        return self.known[path] if path in self.known else self.costs(self._parsed(path))
-
-    def draft(self, judged: Run) -> Estimate:
-        """Return c of a judged draft with the interval that follows from those of what was timed."""
-        c, path = self.of_draft(judged).draft, self._path(judged)
-        if path is None:
-            return Estimate(c, c, c)
-        if path in self.known:
-            return self.known_draft[path]
-        ran = self._ran(self._parsed(path))
-        ends = [prices.fixed + prices.of(ran) for prices in (self.low, self.high)]
-        return Estimate(c, min(c, *ends), max(c, *ends), 0.9)
-
-    def costs(self, path: LayerPath) -> Costs:
-        """Put the costs of a path together from those of its sublayers.
-
-        Exact states of a draft are not computed again: its further tokens widen only the rest of the target pass.
-        """
-        ran = self._ran(path)
-        exact = [] if path.resume_point is None else [each for each in ran if each < path.resume_point]
-        rest = 1 - min(self.sublayers.of(exact), 1.0)
-        draft = self.sublayers.fixed + self.sublayers.of(ran)
-        return replace(self.target, draft=draft, widening=self.target.widening * rest)
-
-    def of_part(self, part: Part) -> float:
-        """Return the mean price of a sublayer of one kind."""
-        return float(np.mean(self.sublayers.attention if part == Part.ATTENTION else self.sublayers.mlp))
-
-    @staticmethod
-    def _path(judged: Run) -> str | None:
-        """Return the name of the path of the model that a draft runs; None: it runs none."""
-        draft: str = judged.asked.under["draft"]
-        path: str | None = judged.found.get("path", draft)
-        return path
-
-    def _parsed(self, name: str) -> LayerPath:
-        drafter = parse_draft(name)
-        assert isinstance(drafter, LayerPathDrafter)
-        return drafter.path(self.depth)
-
-    def _ran(self, path: LayerPath) -> list[Sublayer]:
-        return [each for each in sublayers(self.depth) if path.runs(each)]
+    frame = pandas.DataFrame(list(rows))
+    found: list[Row] = []
+    if not frame.empty:
+        by = [name for name in (*CONDITIONS, *_ALSO) if name in frame]
+        arms = [name for name in (*ARM, *_HOW) if name in frame]
+        for place, here in frame.groupby(by, dropna=False, sort=False):
+            own = dict(zip(by, place, strict=True))
+            each = [
+                (dict(zip(arms, arm, strict=True)), _calls(texts))
+                for arm, texts in here.groupby(arms, dropna=False, sort=False)
+            ]
+            found += _compared([({**own, **arm, **columns_of(arm.get("draft"))}, calls) for arm, calls in each])
+    table = pandas.DataFrame([{name: value for name, value in row.items() if not _is_missing(value)} for row in found])
+    return _with_best(_named(table))
 
 
-def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
-    """Price sublayers by the weights that a step reads, which is known without measuring anything."""
-    depth = len(adapter.decoder_layers(model))
-    full = share_read(model, adapter, LayerPath.full(depth))
-    attention, mlp = (
-        [full - share_read(model, adapter, LayerPath.without(depth, [Sublayer(layer, part)])) for layer in range(depth)]
-        for part in Part
-    )
-    known = SublayerPrices(1.0 - sum(attention) - sum(mlp), attention, mlp)
-    return Prices(known, known, known, Costs.assumed(0.0, model.device, widening(model, adapter)))
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int) -> Prices:
-    """Price an attention and an MLP by least squares over timed drafts, by name, with different numbers of both."""
-    value, low, high = (_fitted(measured, drafters, depth, end) for end in ("value", "low", "high"))
-    return Prices(value, low, high, measured.of(PLAIN), step_seconds=measured.step_seconds.value)
+def _calls(texts: DataFrame) -> DataFrame:
+    """Return one line for each call of each repeat: rows of a batch share what its call took and counted."""
+    named = texts.reindex(columns=[*dict.fromkeys([*texts.columns, "repeat", "call", "nats", "equal"])])
+    keys = [named["repeat"].fillna(0), named["call"].fillna(0)]
+    grouped = named.groupby(keys, sort=False)
+    calls = grouped.first()
+    for name in ("new_tokens", "nats"):
+        if name in texts:
+            calls[name] = grouped[name].sum(min_count=1)
+    if "equal" in texts:
+        calls["equal"] = named["equal"].astype(float).groupby(keys, sort=False).mean()
+    return calls
 
 
-def _fitted(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int, end: str) -> SublayerPrices:
-    from scipy.optimize import nnls
-
-    # A plain step is the path that runs everything; it is timed as a whole round.
-    rows, costs = [[1.0, depth, depth]], [1.0]
-    for name, drafter in drafters.items():
-        if drafter.head is None:
-            path = drafter.path(depth)
-            rows.append([1.0, *(sum(path.runs(Sublayer(layer, part)) for layer in range(depth)) for part in Part)])
-            costs.append(float(getattr(measured.draft[name], end)))
-    # Negative prices would only be noise.
-    fixed, attention, mlp = map(float, nnls(np.array(rows), np.array(costs))[0])
-    return SublayerPrices(fixed, [attention] * depth, [mlp] * depth)
-
-
-def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:
-    """Return the paths to time for every model, the same in studies and searches, so that their costs agree.
-
-    Skip sets of two sizes each give the costs of attention and of MLPs, and exits give the cost of a layer.
-    """
-    half, few = range(depth // 2, depth), range(depth - max(1, depth // 4), depth)
-    skips = [LayerSkip(attention=half), LayerSkip(mlp=half), LayerSkip(layers=half), LayerSkip(layers=few)]
-    exits = [EarlyExit(layer) for layer in sorted({max(1, depth * share // 4) for share in (1, 2, 3)}) if layer < depth]
-    return {draft_name(each): each for each in (*skips, *exits)}
-
-
-def costs_asked(studied: StudiedModel, drafts: Iterable[str], pricing: Pricing) -> Asked:
-    """Ask for what drafts cost: exits and skip sets by their sublayers, all other paths by themselves."""
-    under = {
-        **asdict(studied.origin),
-        "pricing": pricing,
-        "runtime": "eager",
-        "alone": {name: content(path) for name, path in _alone(studied, drafts).items()},
-    }
-    return Asked("costs", under, studied.place)
-
-
-def _alone(studied: StudiedModel, drafts: Iterable[str]) -> dict[str, LayerPathDrafter]:
-    """Return the paths that drafts run and that are not priced by their sublayers, by name."""
-    paths = [studied.given.drafter(name).last for name in drafts]
-    return {
-        draft_name(each): each
-        for each in paths
-        if isinstance(each, LayerPathDrafter) and not isinstance(each, _BY_SUBLAYERS)
-    }
-
-
-def find_costs(studied: StudiedModel, drafts: Iterable[str], asked: Asked) -> dict[str, Any]:
-    """Find prices, and keep what was timed."""
-    model, adapter, depth = studied.model, studied.adapter, studied.depth
-    alone = _alone(studied, drafts)
-    if asked.under["pricing"] == "weights":
-        prices = prices_by_weights(model, adapter)
-        known = {
-            name: replace(prices.costs(each.path(depth)), draft=each.cost(model, adapter))
-            for name, each in alone.items()
-        }
-        read = {name: Estimate(each.draft, each.draft, each.draft) for name, each in known.items()}
-        return {"prices": asdict(replace(prices, known=known, known_draft=read))}
-    paths = timed_paths(depth)
-    drafters = {**alone, **paths}
-    measured = measure_costs(
-        model,
-        adapter,
-        list(drafters.values()),
-        widths=_WIDTHS,
-        context=64,
-        repeats=_REPEATS,
-        lengths=_LENGTHS,
-        # As drafts are confirmed.
-        base=wrap(bare(model), adapter=adapter, runtime=Eager()),
-    )
-    known = {name: measured.of(name) for name in alone}
-    spread = {name: measured.draft[name] for name in alone}
-    prices = replace(prices_by_measurement(measured, paths, depth), known=known, known_draft=spread)
-    return {"prices": asdict(prices), "measured": measured.to_dict()}
-
-
-Row = dict[str, Any]
-"""One row; what is not known is None."""
-
-# As of `Costs.of_round`: no round takes less than a plain one.
-_LEAST = 1.0
-_BY_TEXT = ("judged_by_text", "accepted_by_text", "tokens_by_text", "rounds_by_text")
-_ENDS = {"": "value", "_low": "low", "_high": "high"}
-
-
-def speedups(estimated: Run, prices: Prices) -> dict[int, Estimate]:
-    """Return the speed-up that an estimated draft promises, by draft length: tokens per round by cost per round.
-
-    After Leviathan et al. (2023), whose (1 - alpha^(gamma+1)) / (1 - alpha) tokens are here counted rather than derived
-    from a single alpha. Intervals have tokens at one end and c at the other.
-    """
-    costs, c = prices.of_draft(estimated), prices.draft(estimated)
-    found = {}
-    for length in sorted(map(int, estimated.found["lengths"])):
-        at = estimated.found["lengths"][str(length)]
-        tokens = Estimate(**at["mean_accepted_length"])
-        # Of teacher forcing every round drafts as much as it may; generations have counted what theirs did.
-        shapes = at.get("rounds") or [[length, length, 1]]
-        rounds = sum(number for *_, number in shapes)
-        steps = sum(steps * number for _, steps, number in shapes) / rounds
-        # A round without a draft is a plain one.
-        more = sum(number * (costs.of_round(0, drafted) if drafted else 1.0) for drafted, _, number in shapes) / rounds
-        found[length] = Estimate(
-            tokens.value / max(steps * c.value + more, _LEAST),
-            tokens.low / max(steps * c.high + more, _LEAST),
-            tokens.high / max(steps * c.low + more, _LEAST),
-            c.confidence,
-        )
+def _compared(arms: Sequence[tuple[Row, DataFrame]]) -> list[Row]:
+    """Return the figures of arms beside `model.generate` and plain decoding under the same conditions."""
+    beside = {place["decoder"]: calls for place, calls in arms if place.get("decoder") in ("generate", "plain")}
+    found = [{**place, **_figures(calls, beside)} for place, calls in arms]
+    tested = [row for row in found if row.get("perplexity_p") is not None]
+    for row, differs in zip(tested, holm_rejects([row["perplexity_p"] for row in tested], _LEVEL), strict=True):
+        row["quality_differs"] = differs
     return found
 
 
-def best_length(promised: Mapping[int, Estimate]) -> int:
-    """Return the draft length that promises most."""
-    return max(promised, key=lambda length: promised[length].value)
+def _figures(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
+    for name in ("error", "absence"):
+        if name in calls and calls[name].notna().any():
+            return {name: calls[name].dropna().iloc[0], **_first(calls, "refused")}
+    texts = calls.groupby(level="call", sort=False)
+    figures: Row = {"n": len(texts)}
+    if "rounds" in calls:
+        # Repeats of a text are no further texts.
+        tokens, rounds = texts["new_tokens"].mean(), texts["rounds"].mean()
+        figures |= spread("mean_accepted_length", Estimate.of_ratio(tokens.tolist(), rounds.tolist()))
+        figures |= {"new_tokens": float(tokens.sum()), "rounds": float(rounds.sum())}
+    if "judged" in calls:
+        figures |= _acceptance(calls)
+    if "predicted_cost" in calls and calls["predicted_cost"].notna().all():
+        by_end = [Estimate.of_ratio(tokens.tolist(), texts[f"predicted_cost{end}"].mean().tolist()) for end in _COST]
+        value, least, most = by_end
+        figures |= spread("predicted_speedup", Estimate(value.value, most.low, least.high, value.confidence, value.n))
+        figures |= _first(calls, "c", "c_low", "c_high", "V", "widening", "o")
+    if "seconds" in calls and calls["seconds"].notna().all():
+        figures |= _speeds(calls, beside)
+    if "nats" in calls and calls["nats"].notna().any():
+        figures |= _quality(calls, beside.get("plain"))
+    if "equal" in calls and calls["equal"].notna().any():
+        figures["equal"] = float(calls["equal"].mean())
+    if "repeated_share" in calls:
+        figures["repeated_share"] = float(calls["repeated_share"].mean())
+    figures |= _first(calls, "refused", "weights_bytes", "peak_bytes", "cache_bytes", "cores", "free")
+    return figures
+
+
+_COST = ("", "_low", "_high")
+
+
+def _first(calls: DataFrame, *names: str) -> Row:
+    return {name: value for name in names if name in calls and not _is_missing(value := _plain(calls[name].iloc[0]))}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _acceptance(calls: DataFrame) -> Row:
+    drafting = calls[calls["judged"].map(lambda each: isinstance(each, list))]
+    if drafting.empty:
+        return {}
+    texts = drafting.groupby(level="call", sort=False)
+    judged, accepted = (texts[name].apply(_mean_counts) for name in ("judged", "accepted"))
+    by_depth = [_summed([*each]) for each in (judged, accepted)]
+    found: Row = {"judged_by_position": by_depth[0], "accepted_by_position": by_depth[1]}
+    found |= spread("acceptance_rate", Estimate.of_rate([*map(sum, accepted)], [*map(sum, judged)]))
+    if "first_judged" in drafting and drafting["first_judged"].notna().all():
+        firsts = [texts[name].mean().tolist() for name in ("first_accepted", "first_judged")]
+    else:
+        firsts = [[sum(each[:1]) for each in side] for side in (accepted, judged)]
+    found |= spread("alpha", Estimate.of_rate(*firsts))
+    if "agreed" in drafting and drafting["agreed"].notna().all():
+        found |= spread("agreement", Estimate.of_rate(texts["agreed"].mean().tolist(), firsts[1]))
+    shapes = [shape for each in drafting["shapes"] for shape in each]
+    rounds = sum(number for *_, number in shapes)
+    if rounds:
+        drafted, steps = (sum(shape[place] * shape[2] for shape in shapes) for place in (0, 1))
+        found |= {
+            "drafting_share": sum(number for drafted, _, number in shapes if drafted) / rounds,
+            "drafted_per_round": drafted / rounds,
+            "steps_per_round": steps / rounds,
+        }
+    return found
+
+
+def _mean_counts(repeats: Sequence[Sequence[float]]) -> list[float]:
+    return [each / len(repeats) for each in _summed(repeats)]
+
+
+def _summed(lists: Iterable[Sequence[float]]) -> list[float]:
+    every = [*lists]
+    longest = max(map(len, every), default=0)
+    return [float(sum(each[place] for each in every if place < len(each))) for place in range(longest)]
+
+
+def _speeds(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
+    """Return speeds; a speed-up is seconds a token of the other by its own, each the median of its repeats, by text.
+
+    Prefill and the round after it are left out, but of whole calls.
+    """
+    decode, own = _decoding(calls), _seconds_a_token(calls)
+    rates = decode.groupby(level="call", sort=False).sum()
+    found = spread("tokens_per_second", Estimate.of_ratio(rates["tokens"].tolist(), rates["seconds"].tolist()))
+    found["first_token_seconds"] = float(calls["first_seconds"].median())
+    if (steps := calls.get("draft_seconds")) is not None and steps.notna().all():
+        rounds = calls["passes"].sum()
+        found |= {name: float(calls[name].sum() / rounds) for name in ("draft_seconds", "verify_seconds")}
+    for name, decoder in (("speedup", "plain"), ("speedup_over_generate", "generate")):
+        if (other := beside.get(decoder)) is not None and "seconds" in other and other["seconds"].notna().all():
+            found |= spread(name, _ratio(_seconds_a_token(other), own))
+            if decoder == "generate":
+                whole = [each["seconds"] / each["new_tokens"] for each in (other, calls)]
+                found |= spread("whole_speedup_over_generate", _ratio(*whole))
+    return found
+
+
+def _decoding(calls: DataFrame) -> DataFrame:
+    """Return tokens and seconds behind the first tokens, where there are none of all."""
+    import pandas
+
+    tokens, seconds = (calls[all_] - calls[first] for all_, first in (("new_tokens", "first_tokens"), _SECONDS))
+    none = tokens <= 0
+    return pandas.DataFrame(
+        {"tokens": tokens.mask(none, calls["new_tokens"]), "seconds": seconds.mask(none, calls["seconds"])}
+    )
+
+
+_SECONDS = ("seconds", "first_seconds")
+
+
+def _seconds_a_token(calls: DataFrame) -> Any:
+    decode = _decoding(calls)
+    return decode["seconds"] / decode["tokens"]
+
+
+def _ratio(other: Any, own: Any) -> Estimate:
+    one, two = (each.groupby(level="call").median() for each in (other, own))
+    if len(two) > 1:
+        return Estimate.of_ratio(one.loc[two.index].tolist(), two.tolist())
+    # Over a single text nothing but its repeats says how sure that is.
+    return replace(Estimate.of_median((other / own).tolist()), n=1)
+
+
+def _quality(calls: DataFrame, plain: DataFrame | None) -> Row:
+    """Return the perplexity of texts under the model, and the ratio to that of plain decoding's texts."""
+    nats, tokens = _by_text(calls)
+    found = spread("perplexity", _exp(Estimate.of_ratio(nats.tolist(), tokens.tolist())))
+    if plain is None or plain is calls or "nats" not in plain:
+        return found
+    # Of each text a mean over tokens, since texts of two arms end at different places.
+    others = _by_text(plain)
+    pairs = (nats / tokens - others[0] / others[1]).tolist()
+    ratio = _exp(Estimate.of_ratio(pairs, [1.0] * len(pairs)))
+    return {**found, **spread("perplexity_ratio", ratio), "perplexity_p": p_value(pairs)}
+
+
+def _by_text(calls: DataFrame) -> list[Any]:
+    scored = calls[calls["nats"].notna()]
+    return [scored[name].groupby(level="call", sort=False).sum() for name in ("nats", "new_tokens")]
+
+
+def p_value(pairs: Sequence[float], draws: int = 9_999) -> float:
+    """Return the chance of a mean as far from 0 if either sign of each difference were as likely (Fisher, 1935)."""
+    from scipy.stats import permutation_test
+
+    if len(pairs) < 2:
+        return 1.0
+    how: dict[str, Any] = {"permutation_type": "samples", "n_resamples": draws, "rng": np.random.default_rng(0)}
+    return float(permutation_test((np.array(pairs),), np.mean, **how).pvalue)
+
+
+def _exp(each: Estimate) -> Estimate:
+    return replace(each, value=math.exp(each.value), low=math.exp(each.low), high=math.exp(each.high))
+
+
+def spread(name: str, estimate: Estimate | None) -> Row:
+    """Return the columns of a figure: its value, and the ends of its interval where it has one."""
+    if estimate is None:
+        return {}
+    if not estimate.confidence:
+        return {name: estimate.value}
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+
+
+def estimate_in(row: Row, name: str) -> Estimate | None:
+    """Return a figure of a line with its interval; None where it has none of that name."""
+    value, low, high = (row.get(f"{name}{end}") for end in _COST)
+    if value is None or _is_missing(value):
+        return None
+    if low is None or high is None or _is_missing(low):
+        return Estimate(value, value, value)
+    return Estimate(value, low, high, 0.95)
+
+
+def shown(row: Row, name: str) -> str:
+    """Return a figure as reports show it: with its interval, or as it is."""
+    value = row.get(name)
+    if value is None or _is_missing(value):
+        return ""
+    found = estimate_in(row, name) if isinstance(value, float) else None
+    return str(value) if found is None else found.shown(2 if abs(value) < 100 else 0)
+
+
+def _named(table: DataFrame) -> DataFrame:
+    """Name conditions in words; models of one name, and measurements of one title, are told apart by what differs."""
+    if table.empty:
+        return table
+    several = table.groupby("model")["weights"].transform("nunique") > 1
+    table.loc[several, "model"] = table["model"] + " " + table["weights"].str[:8]
+    table["conditions"] = [_title(row) for row in records(table)]
+    for name, words in (("max_new_tokens", "{:g} new"), ("dtype", "{}"), ("setting", "setting {:.6}")):
+        if name in table:
+            several = table.groupby("conditions")[name].transform("nunique") > 1
+            table.loc[several, "conditions"] += ", " + table[name].map(words.format)
+    return table
+
+
+def _title(row: Row) -> str:
+    how = f"temperature {row['temperature']:g}" if row.get("temperature") else "greedy"
+    batch = f", batch {row['batch']:g}" if row.get("batch", 1) > 1 else ""
+    context = f", {row['context']:g} tokens of prompt" if row.get("context") else ""
+    chat = " as chat" if row.get("chat") else ""
+    return f"{row['model']}, {row['workload']}{chat}, {how}{batch}{context}"
+
+
+def _with_best(table: DataFrame) -> DataFrame:
+    """Mark the draft length of each draft that promises most."""
+    if "predicted_speedup" in table:
+        same = (*CONDITIONS, "setting", "texts", "turns", "draft", "accept", "measured")
+        by = [name for name in same if name in table]
+        most = table.groupby(by, dropna=False)["predicted_speedup"].transform("max")
+        table["best_length"] = table["predicted_speedup"] == most
+    return table
+
+
+def records(table: DataFrame) -> list[Row]:
+    """Return the lines of a table, each with the columns that it has a value for."""
+    return [
+        {name: _plain(value) for name, value in row.items() if isinstance(value, list) or not _is_missing(value)}
+        for row in table.astype(object).to_dict("records")
+    ]
+
+
+def positions(table: DataFrame) -> DataFrame:
+    """Return a line for each position of each draft at which enough tokens were judged: the share accepted there."""
+    import pandas
+
+    found = []
+    for row in records(table):
+        pairs = zip(row.get("accepted_by_position", ()), row.get("judged_by_position", ()), strict=True)
+        for position, (accepted, judged) in enumerate(pairs, 1):
+            if judged >= _ENOUGH:
+                found.append({**row, "position": position, **spread("accepted", Estimate.of_share(accepted, judged))})
+    return pandas.DataFrame(found)
+
+
+def by_conditions(table: DataFrame) -> Iterator[tuple[str, DataFrame]]:
+    """Yield the lines of each set of conditions, with its name."""
+    for name in [] if table.empty else table["conditions"].unique():
+        yield str(name), table[table["conditions"] == name]
+
+
+def doubts(table: DataFrame) -> list[str]:
+    """Say which figures cannot be, or say less than they seem to."""
+    found = []
+    for name, lines in by_conditions(table):
+        every = [row for row in records(lines) if "n" in row]
+        least = min((row["n"] for row in every), default=FEW)
+        if least < FEW:
+            texts = "1 text, so there are no intervals over texts" if least == 1 else f"{least:g} texts"
+            found.append(f"{name}: {texts}; give at least {FEW}, since intervals over fewer say little")
+        undrafted = [row["arm"] for row in every if row.get("draft") and row.get("drafting_share", 1.0) < _RARELY]
+        if undrafted:
+            found.append(f"{name}: hardly a round had a draft, so there is nothing to judge ({'; '.join(undrafted)})")
+        looping = [row["arm"] for row in every if row.get("repeated_share", 0.0) > _CYCLING]
+        if looping:
+            found.append(f"{name}: texts repeat themselves, which flatters drafts ({'; '.join(looping)})")
+        for row in every:
+            speed, tokens = estimate_in(row, "speedup"), row.get("mean_accepted_length", 1.0)
+            if speed is not None and row.get("draft") and (doubt := speed.doubt(tokens)):
+                found.append(f"{name}, {row['arm']}: {doubt}")
+        timed = [row for row in every if "tokens_per_second" in row and row.get("device") == "cpu" and "cores" in row]
+        if timed:
+            busiest = min(timed, key=lambda row: row.get("free", math.inf))
+            busy = SpareCores(int(busiest["cores"]), busiest.get("free")).doubt(int(busiest.get("threads", 1)))
+            found += [f"{name}: {busy}"] if busy else []
+        differing = [row["arm"] for row in every if row.get("quality_differs")]
+        if differing:
+            found.append(
+                f"{name}: texts more or less likely than plain decoding's, by more than chance: {'; '.join(differing)}"
+            )
+    return found
 
 
 def pareto_front(drafts: Iterable[Row]) -> list[Row]:
@@ -268,121 +370,3 @@ def pareto_front(drafts: Iterable[Row]) -> list[Row]:
         if not front or row["alpha"] > front[-1]["alpha"]:
             front.append(row)
     return front
-
-
-def alpha(found: Mapping[str, Any], what: str = "overlap") -> Estimate | None:
-    """Return the acceptance, or agreement, at a draft's first position, with an interval over texts; None: unknown."""
-    pairs = [pair for pair in zip(found.get(what, ()), found["tokens"], strict=False) if pair[1]]
-    return Estimate.of_ratio([part for part, _ in pairs], [whole for _, whole in pairs]) if pairs else None
-
-
-def rows(runs: Sequence[Run]) -> list[Row]:
-    """Return the table of a study from everything that was found."""
-    prices: dict[str, Prices] = {}
-    texts: dict[str, Run] = {}
-    measured: dict[str, list[Run]] = {}
-    for run in runs:
-        under = run.asked.under
-        if run.asked.kind == "costs" and run.error is None:
-            prices[under["setting"]] = Prices.of(run)
-        elif run.asked.kind == "texts":
-            texts[run.asked.key] = run
-        elif run.asked.kind == "confirm":
-            measured.setdefault(under["draft"] + under["texts"], []).append(run)
-    table: list[Row] = []
-    for run in runs:
-        if run.asked.kind == "estimate":
-            under = run.asked.under
-            setting = texts[under["texts"]].asked.under["setting"]
-            table += _rows_of(run, prices.get(setting), measured.get(under["draft"] + under["texts"], []))
-    return table
-
-
-def _rows_of(estimated: Run, prices: Prices | None, confirmed: Sequence[Run]) -> Iterator[Row]:
-    """Return the rows of one draft on one text; without prices nothing is promised."""
-    found, draft = estimated.found, estimated.asked.under["draft"]
-    kind = draft_kind(draft)
-    place: Row = {
-        **{name: estimated.asked.place[name] for name in ("model", "weights", "workload", "temperature", "draft")},
-        "kind": kind,
-        "judged_by": estimated.asked.under["by"],
-        "skipped": len(skip_set(draft)) if kind in ("skip", "skip-file") else None,
-    }
-    if estimated.error is not None:
-        yield {**place, "error": estimated.error}
-        return
-    promised = {} if prices is None else speedups(estimated, prices)
-    best = best_length(promised) if promised else None
-    by_length = {each.asked.under["draft_length"]: each for each in confirmed}
-    rate, agreement = alpha(found), alpha(found, "agreed")
-    for length in map(int, found["lengths"]):
-        yield {
-            **place,
-            "draft_length": length,
-            "best_length": None if best is None else length == best,
-            **_spread("agreement", agreement),
-            **_spread("alpha", rate),
-            "first_judged_by_text": found["tokens"],
-            "first_accepted_by_text": found["overlap"],
-            **_shares(found["lengths"][str(length)]),
-            **_accepted("", found["lengths"][str(length)]),
-            **({} if prices is None else _priced(estimated, length, rate, promised[length], prices)),
-            **(_measured(by_length[length]) if length in by_length else {}),
-        }
-
-
-def _shares(found: Mapping[str, Any]) -> Row:
-    """Return the share of rounds that had a draft, and of draft tokens that took a step: of teacher forcing all."""
-    shapes = found.get("rounds", [[1, 1, 1]])
-    drafted, steps = (sum(shape[place] * shape[2] for shape in shapes) for place in (0, 1))
-    return {
-        "drafting_share": sum(shape[2] for shape in shapes if shape[0]) / sum(shape[2] for shape in shapes),
-        "stepped_share": steps / drafted if drafted else 0.0,
-    }
-
-
-def _priced(estimated: Run, length: int, rate: Estimate | None, promised: Estimate, prices: Prices) -> Row:
-    costs = prices.of_draft(estimated)
-    return {
-        **_spread("c", prices.draft(estimated)),
-        "V": costs.verify + length * costs.widening,
-        "o": costs.overhead,
-        **_spread("predicted_speedup", promised),
-        "predicted_tokens_per_second": None if prices.step_seconds is None else promised.value / prices.step_seconds,
-        "formula_speedup": None if rate is None else speedup(rate.value, length, costs),
-    }
-
-
-def _measured(confirmed: Run) -> Row:
-    if confirmed.error is not None:
-        return {"error": confirmed.error}
-    found = confirmed.found
-    names = ["speedup_median", "tokens_per_second", "cache_bytes"]
-    return {
-        **_accepted("measured_", found),
-        **_spread("measured_speedup", Estimate(**found["speedup"])),
-        **{f"measured_{name}": found[name] for name in names},
-        "exact": found["exact"],
-    }
-
-
-def _accepted(prefix: str, found: Mapping[str, Any]) -> Row:
-    """Return the acceptance rate, the mean accepted length and the counts by position and by text."""
-    accepted, judged = found["accepted"], found["judged"]
-    counted = [name for name in found if name in _BY_TEXT]
-    return {
-        **{prefix + name: list(found[name]) for name in counted},
-        **_spread(f"{prefix}acceptance_rate", Estimate.of_share(sum(accepted), sum(judged))),
-        **_spread(f"{prefix}mean_accepted_length", Estimate(**found["mean_accepted_length"])),
-        f"{prefix}judged_by_position": list(judged),
-        f"{prefix}accepted_by_position": list(accepted),
-    }
-
-
-def estimate_in(row: Row, name: str) -> Estimate:
-    """Return a figure of a row with its interval."""
-    return Estimate(*(float(row[f"{name}{end}"]) for end in _ENDS))
-
-
-def _spread(name: str, estimate: Estimate | None) -> Row:
-    return {name + end: estimate and getattr(estimate, part) for end, part in _ENDS.items()}

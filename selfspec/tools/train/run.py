@@ -6,20 +6,20 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from selfspec.errors import TrainingError
 from selfspec.measure.checkpoint import load_checkpoint
+from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import check_reads_text
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.report import SEQUENCE, Panel, Picture
+from selfspec.tools.lab.plot import plot
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
 from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, RunFolder, train
 from selfspec.tools.train.exit_heads import ExitLesson
@@ -30,9 +30,6 @@ from selfspec.tools.train.heads.uno import UnoLesson
 from selfspec.tools.train.layerskip import LayerSkipLesson
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import BesideRecipe, Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | MtpLesson | UnoLesson]] = {
     "eagle3": Eagle3Lesson,
@@ -73,7 +70,7 @@ def run(
         StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
         KeyboardInterrupt: interrupted; repeat the call to resume.
     """
-    for package in ("accelerate", "matplotlib"):
+    for package in ("accelerate", "matplotlib", "pandas"):
         if find_spec(package) is None:
             raise TrainingError(f"training needs {package}; pip install 'selfspec[train]'")
     # Only training needs the package, so it may be missing.
@@ -149,6 +146,7 @@ def run(
     observe(course.steps, course.steps, after)
     report = {
         **settings,
+        "made_with": environment(checkpoint.model.device),
         "before": before,
         "after": after,
         "resumed_at": int(resumed),
@@ -171,34 +169,32 @@ def _unobserved(step: int, steps: int, figures: Mapping[str, float]) -> None:
 
 
 def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw loss and the agreement of each exit with the full model by the `step` of each point."""
-    loss, agreement = (
-        partial(_curves, log=log, starts=starts) for starts in (("loss", "held_out_loss"), ("agreement_",))
-    )
-    panels = [
-        Panel("loss, nats a token, by step", loss),
-        Panel("top-1 agreement by exit or drafted token, held out, by step", agreement),
+    """Draw the loss, and each exit's agreement with the full model, by the `step` of each point of a log."""
+    import pandas
+
+    panels = {"loss": "nats a token", "held_out_loss": "nats a token"}
+    points = [
+        {
+            "step": point["step"],
+            "value": value,
+            "figure": panels.get(name, "top-1 agreement, held out"),
+            "curve": name.removeprefix("agreement_").replace("_", " "),
+        }
+        for point in log
+        for name, value in point.items()
+        if name in panels or name.startswith("agreement_")
     ]
-    Picture(file.stem, panels, 2.4, share=False).save(file.parent)
+    # Of many exits some tell how deep they are.
+    exits = [
+        name for name in dict.fromkeys(point["curve"] for point in points) if name not in ("loss", "held out loss")
+    ]
+    drawn = {*exits[:: -(-len(exits) // _CURVES)], *exits[-1:], "loss", "held out loss"} if exits else None
+    shown = [point for point in points if drawn is None or point["curve"] in drawn]
+    plot(pandas.DataFrame(shown), "step", "value", "curve", panel="figure", share=False, to=file)
 
 
-def _curves(axes: Axes, log: Sequence[Mapping[str, Any]], starts: tuple[str, ...]) -> None:
-    import numpy as np
-    from matplotlib import colormaps
-
-    names = [name for name in dict.fromkeys(name for point in log for name in point) if name.startswith(starts)]
-    # Of many exits the colour says how deep they are, and a few are named.
-    many = len(names) > len(SEQUENCE)
-    colours = colormaps["cividis"](np.linspace(0, 1, len(names))) if many else SEQUENCE
-    named = {names[place * (len(names) - 1) // 4] for place in range(5)} if many else {*names}
-    for name, colour in zip(names, colours, strict=False):
-        known = [(point["step"], point[name]) for point in log if name in point]
-        shown = name.removeprefix("agreement_").replace("_", " ") if name in named else None
-        axes.plot(*zip(*known, strict=True), color=colour, marker="." if len(known) < 50 else "", label=shown)
-    if names:
-        axes.legend()
-
-
+# Curves of exits in a picture.
+_CURVES = 6
 # Nats a token that the full model may lose before it is said, and before it is called ruined; a rise of the loss.
 _LOST, _RUINED, _RISEN = 0.05, 0.3, 1.15
 # Norms of gradients, which are clipped to 1: of SmolLM2 135M 33 to 89 where it learnt, and 195 where it was ruined.

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from selfspec.measure import teacher_forced as passes
 from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
-from selfspec.tools.lab.ablation import Finding, fit_study, resize, sizes_of, work, work_on
+from selfspec.tools.lab.ablation import Finding, estimate, fit_study, resize, sizes_of, work, work_on
+from selfspec.tools.lab.arms import usual_runtime_name
 from selfspec.tools.lab.drafts import named_drafts, skip_set
-from selfspec.tools.lab.estimates import count, estimate, estimate_asked
-from selfspec.tools.lab.runs import Asked, Run, Runs
-from selfspec.tools.lab.study import StudiedModel, Study, read_study, texts_asked, texts_of, write_texts
+from selfspec.tools.lab.runs import Row, Run, Runs
+from selfspec.tools.lab.study import StudiedModel, Study, read_study
+from selfspec.tools.lab.table import records
 
 pandas = pytest.importorskip("pandas")
 
@@ -44,8 +46,8 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
     find_out = Runs.find_out
 
-    def counting(runs: Runs, asked: Sequence[Asked], find: Any, environment: Mapping[str, Any]) -> None:
-        def noted(some: Sequence[Asked]) -> Any:
+    def counting(runs: Runs, asked: Sequence[Run], find: Any, environment: Mapping[str, Any]) -> None:
+        def noted(some: Sequence[Run]) -> Any:
             counted.update(each.key for each in some)
             return find(some)
 
@@ -62,7 +64,8 @@ def test_a_study_is_done_once_and_grows(load: Load, tmp_path: Path, done: Counte
     assert len(first.table) == (4 + 10) * 2 * 2
     assert set(done.values()) == {1}
     count = done.total()
-    assert work_on(declared(), load, Runs(tmp_path)).table == first.table
+    again = work_on(declared(), load, Runs(tmp_path))
+    assert again.table.equals(first.table)
     assert done.total() == count
     # A longer study takes over what a shorter one found out.
     work_on(declared(drafts=["exits", "sublayers", "layers"]), load, Runs(tmp_path))
@@ -79,43 +82,54 @@ def test_prompts_are_whole_and_texts_end_where_the_model_ends_them(load: Load) -
     before = studied.model.generation_config.eos_token_id
     studied.model.generation_config.eos_token_id = None
     try:
-        free = _texts(work_on(asked, lambda name: own, Runs(None)), studied)
+        free = _texts(work_on(asked, lambda name: own, Runs(None)))
         studied.model.generation_config.eos_token_id = free[0][1][2]
         ended = work_on(asked, lambda name: own, Runs(None))
     finally:
         studied.model.generation_config.eos_token_id = before
-    texts = _texts(ended, studied)
+    texts = _texts(ended)
     assert [prompt for prompt, _ in texts] == [prompt[0].tolist() for prompt in prompts]
     for (_, whole), (_, text) in zip(free, texts, strict=True):
         assert text == whole[: len(text)]
         assert len(text) == len(whole) or text[-1] == free[0][1][2]
     assert len(texts[0][1]) <= 3
-    (row,) = [row for row in ended.table if row.get("measured_acceptance_rate") is not None]
+    estimated, confirmed = pairs(ended)
     # Greedily the estimate is the generation itself, whatever ends its texts.
-    assert row["exact"] is True
-    assert row["measured_acceptance_rate"] == pytest.approx(row["acceptance_rate"])
-    assert row["measured_tokens_by_text"] == [len(text) for _, text in texts]
+    assert confirmed["equal"] == 1.0
+    assert confirmed["acceptance_rate"] == pytest.approx(estimated["acceptance_rate"])
+    assert confirmed["new_tokens"] == sum(len(text) for _, text in texts)
 
 
-def _texts(finding: Finding, studied: StudiedModel) -> list[tuple[list[int], list[int]]]:
-    written = next(run for run in finding.runs if run.asked.kind == "texts")
-    found = [(text.ids[0].tolist(), text.prompt) for text in texts_of(written, studied.model.device)]
-    return [(ids[:prompt], ids[prompt:]) for ids, prompt in found]
+def pairs(finding: Finding) -> list[Row]:
+    """The lines of a single confirmed draft at the length that was confirmed: estimated, and generated."""
+    lines = records(finding.table)
+    (confirmed,) = [row for row in lines if "speedup" in row]
+    (estimated,) = [
+        row
+        for row in lines
+        if "speedup" not in row and all(row[name] == confirmed[name] for name in ("draft", "draft_length"))
+    ]
+    return [estimated, confirmed]
+
+
+def _texts(finding: Finding) -> list[tuple[list[int], list[int]]]:
+    written = [row for row in finding.rows if row["measured"] == "text"]
+    return [(row["token_ids"][: row["prompt_tokens"]], row["token_ids"][row["prompt_tokens"] :]) for row in written]
 
 
 def test_what_goes_wrong_with_a_draft_is_its_result(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(studied: StudiedModel, texts: Any, temperature: float, asked: Sequence[Asked]) -> list[dict[str, Any]]:
-        if any(each.under["draft"] == "exit:3" for each in asked):
+    def fails(studied: StudiedModel, texts: Any, temperature: float, runs: Sequence[Run]) -> list[list[Row]]:
+        if any(run.under["draft"] == "exit:3" for run in runs):
             raise ZeroDivisionError("of all things")
-        return estimate(studied, texts, temperature, asked)
+        return estimate(studied, texts, temperature, runs)
 
     monkeypatch.setattr(ablation, "estimate", fails)
     finding = work_on(declared(drafts=["exits"], temperatures=[0.0]), load, Runs(None))
     (failed,) = finding.failed
-    assert failed.asked.under["draft"] == "exit:3"
-    assert failed.error is not None
-    assert failed.error.startswith("ZeroDivisionError: of all things (test_ablation.py:")
-    assert {row["draft"] for row in finding.table if row.get("error") is None} == {"exit:1", "exit:2", "exit:4"}
+    assert failed["draft"] == "exit:3"
+    assert failed["error"].startswith("ZeroDivisionError: of all things (test_ablation.py:")
+    table = finding.table
+    assert set(table[table["error"].isna()]["draft"]) == {"exit:1", "exit:2", "exit:4"}
 
 
 def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: Counter[str]) -> None:
@@ -141,29 +155,38 @@ def test_drafts_of_any_kind_are_judged_by_generation_and_timed_by_what_they_run(
     drafts = ["exit:3", "int8", "lookup", "lookup+exit:3"]
     finding = work_on(declared(drafts=drafts, draft_lengths=[2], temperatures=[0.0]), load, Runs(None))
     assert not finding.failed
-    rows = {row["draft"]: row for row in finding.table}
-    assert [rows[name]["judged_by"] for name in drafts] == ["teacher forcing", *["generation"] * 3]
+    rows = {row["draft"]: row for row in records(finding.table)}
+    assert [rows[name]["measured"] for name in drafts] == ["teacher forcing", *["generation"] * 3]
+    # Passes run as `bench` runs them.
+    assert rows["int8"]["runtime"] == usual_runtime_name(torch.device("cpu"))
     assert (rows["lookup"]["c"], rows["lookup"]["kind"]) == (0.0, "lookup")
     assert rows["lookup"]["drafting_share"] < 1
     assert 0 < rows["int8"]["c"] < 1
     assert rows["lookup+exit:3"]["c"] == rows["exit:3"]["c"]
     for row in rows.values():
-        assert len(row["tokens_by_text"]) == len(row["rounds_by_text"]) == 3
-        assert sum(row["tokens_by_text"]) / sum(row["rounds_by_text"]) == pytest.approx(row["mean_accepted_length"])
+        assert row["n"] == 3
+        assert row["new_tokens"] / row["rounds"] == pytest.approx(row["mean_accepted_length"])
 
 
 @pytest.mark.parametrize("draft", ["exit:3", "skip:attn=3;mlp=1", "skip:attn=2"])
-def test_greedily_generation_counts_what_teacher_forcing_says(load: Load, draft: str) -> None:
-    studied, study = load("stories"), declared(temperatures=[0.0])
-    asked = texts_asked(studied, "given", 0.0, study)
-    written = Run(asked, write_texts(studied, asked))
-    texts = texts_of(written, studied.model.device)
-    forced, counted = (estimate_asked(draft, "", asked, study, by_generation) for by_generation in (False, True))
-    (said,) = estimate(studied, texts, 0.0, [forced])
-    found = count(studied, texts, 0.0, study.max_new_tokens, counted)
-    for length, expected in said["lengths"].items():
-        for name in ("judged", "accepted", "tokens_by_text", "rounds_by_text"):
-            assert found["lengths"][length][name] == pytest.approx(expected[name])
+def test_greedily_generation_counts_what_teacher_forcing_says(
+    load: Load, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At every position of a draft, however long.
+    asked = declared(drafts=draft, temperatures=[0.0], draft_lengths=[1, 4])
+    names = ("judged_by_position", "accepted_by_position", "new_tokens", "rounds")
+
+    def found() -> list[list[Any]]:
+        return [[row[name] for name in names] for row in records(work_on(asked, load, Runs(None)).table)]
+
+    forced = found()
+    monkeypatch.setattr(ablation, "is_judged_by_teacher_forcing", lambda *_: False)
+    for said, generated in zip(forced, found(), strict=True):
+        judged = len(generated[0])
+        assert said[0][:judged] == pytest.approx(generated[0])
+        assert sum(said[0][judged:]) == 0
+        assert said[1][:judged] == pytest.approx(generated[1])
+        assert said[2:] == pytest.approx(generated[2:])
 
 
 @pytest.mark.tools
@@ -237,6 +260,7 @@ def _names(*names: str) -> list[str]:
 
 def test_drafts_are_named_one_by_one() -> None:
     assert _names("exits") == ["exit:1", "exit:2", "exit:3"]
+    assert _names("exit:2", "exit:02", "exits") == ["exit:2", "exit:1", "exit:3"]
     assert _names("layers", "skip:layers=2") == [f"skip:layers={layer}" for layer in range(4)]
     assert len(_names("sublayers")) == 8
     drawn = _names("random:3x10")
@@ -295,18 +319,24 @@ def test_drafters_and_rules_are_objects_too(tmp_path: Path) -> None:
     model, own, rule = tiny.llama(), Guess((1, 2)), Willing("mine")
     quick = {**_QUICK, "drafts": [own, "exit:1"], "accept": rule, "confirm": 2}
     table = selfspec.ablate(model, tiny.prompt(4, batch=2), **quick)
-    assert dict(zip(table["draft"], table["judged_by"], strict=True)) == {
+    judged = table[table["equal"].isna()]
+    assert dict(zip(judged["draft"], judged["measured"], strict=True)) == {
         "exit:1": "teacher forcing",
         repr(own): "generation",
     }
-    assert table["exact"].dropna().all()
+    assert (table["equal"].dropna() == 1).all()
+    assert table.attrs["provenance"][0]["weights"]
+    assert any("2 texts" in said for said in table.attrs["doubts"])
     untimed: dict[str, Any] = {"accept": [rule], "timed": False, "temperatures": [0], "to": tmp_path}
     found = selfspec.bench(model, [tiny.prompt(4)], [own, "exit:1"], **untimed)
     assert list(found["draft"]) == [repr(own), "exit:1"]
     assert set(found["accept"]) == {repr(rule)}
-    assert (found["mean_accepted_length_value"] >= 1).all()
+    assert (found["mean_accepted_length"] >= 1).all()
     assert "doubts" in found.attrs
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.md").exists()
+    # A name alone is a list of one.
+    alone = selfspec.bench(model, [tiny.prompt(4)], "exit:1", timed=False, temperatures=[0])
+    assert list(alone["draft"]) == ["exit:1"]
 
 
 def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +346,7 @@ def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatc
     # Models whose layers keep states are judged by generation.
     prompts = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
     table = selfspec.ablate(shrunken("lfm2"), prompts, **{**_QUICK, "drafts": "exits"})
-    assert set(table["judged_by"]) == {"generation"}
+    assert set(table["measured"]) == {"generation"}
     assert table["alpha"].between(0, 1).all()
 
 
@@ -333,3 +363,29 @@ def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama(vocab_size=260)
     selfspec.ablate(model, texts, tokenizer=tokenizer, **{**_QUICK, "drafts": "exit:1"})
     assert read == [tokenizer(text).input_ids for text in texts]
+
+
+def test_models_and_workloads_have_names() -> None:
+    models = {name: tiny.llama(seed=seed) for seed, name in enumerate("ab")}
+    prompts = {"one": tiny.prompt(4), "two": tiny.prompt(5)}
+    both = selfspec.ablate(models, prompts, **{**_QUICK, "drafts": "exit:1"})
+    assert len(both.drop_duplicates(["model", "workload"])) == 4
+    alone = selfspec.ablate(models["b"], prompts["two"], **{**_QUICK, "drafts": "exit:1"})
+    assert alone["model"].tolist() == ["LlamaForCausalLM"] * 2
+    there = both[(both["model"] == "b") & (both["workload"] == "two")]
+    assert there["alpha"].tolist() == alone["alpha"].tolist()
+
+
+def test_progress_is_that_of_what_is_left(load: Load, tmp_path: Path) -> None:
+    told: list[tuple[int, int, float]] = []
+    work_on(declared(drafts="exit:1", temperatures=[0.0]), load, Runs(tmp_path))
+    work_on(
+        declared(drafts=["exit:1", "exit:2"], temperatures=[0.0], confirm=2),
+        load,
+        Runs(tmp_path),
+        lambda *each: told.append(each),
+    )
+    # Costs, texts and an exit were known, and take nothing of what is left.
+    assert told[0] == (3, 6, 0.0)
+    assert told[-1] == (6, 6, 1.0)
+    assert all(one[2] <= other[2] for one, other in pairwise(told))

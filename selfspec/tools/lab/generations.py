@@ -1,0 +1,262 @@
+"""Generate with several arms of one model in turns, and make rows of it: a line for each text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from selfspec.api import wrap
+from selfspec.draft import Drafter, PromptLookup
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.registry import PLAIN, draft_name
+from selfspec.measure.costs import measure_costs
+from selfspec.measure.environment import environment
+from selfspec.measure.expected_time import Watch
+from selfspec.measure.own_text import cycle_share
+from selfspec.measure.spare_cores import CoreWatch
+from selfspec.measure.stock import bare
+from selfspec.measure.timing import Call
+from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, make_arm, runtime_named
+from selfspec.tools.lab.drafts import Given
+from selfspec.tools.lab.memory import measure_memory
+from selfspec.tools.lab.prices import RoundCosts
+from selfspec.tools.lab.runs import Row, Run, Runs, digest_of, origin
+from selfspec.tools.lab.turns import ArmRun, measure
+
+Part = Literal["speed", "memory", "costs", "quality", "acceptance"]
+"""Parts of a measurement. Without `speed` and what needs it, texts are decoded once and nothing is timed."""
+
+_TIMED: frozenset[Part] = frozenset({"speed", "memory", "costs"})
+_LENGTHS, _REPEATS = (1, 2, 3, 5, 7), 7
+
+
+def run_of(of: Row, cell: Cell, prompts: Sequence[Prompts], arm: ArmSpec, labels: Row, **how: Any) -> Run:
+    """Return the run of an arm, of a model whose `origin` is `of`; `how` it is measured is a part of its key."""
+    conditions, decodes = asdict(cell), asdict(arm)
+    named = {"workload": conditions.pop("workload"), "arm": arm.name, "lossless": decodes.pop("lossless")}
+    decodes = {**decodes, "decoder": decodes.pop("kind"), "draft_length": decodes.pop("length")}
+    digest = digest_of([call.rows for call in prompts])
+    under = {**of, **conditions, "prompts": digest, **decodes, "runtime": str(arm.runtime), **how}
+    return Run("generation", under, {**labels, **named})
+
+
+def turns_of(specs: Sequence[ArmSpec]) -> str:
+    """Return a digest of the arms that take turns: times belong together only within one such measurement."""
+    return digest_of([asdict(spec) for spec in specs])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generations:
+    """Measures the arms of one model in each cell; they begin with `model.generate`, unless nothing is timed.
+
+    Attributes:
+        place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
+        warm_up: how often each arm decodes all prompts before it is timed.
+        parts: to measure. Of `memory`, which takes a separate process for each arm, one cell for each batch size and
+            prompt length.
+        given: drafters and rules that are objects, which no other process has.
+        tokenizer: writes prompts and texts down; None: token ids alone are kept.
+    """
+
+    name: str
+    place: str | None
+    model: PreTrainedModel
+    specs: Sequence[ArmSpec]
+    repeats: int = 5
+    warm_up: int = 3
+    parts: frozenset[Part] = _TIMED
+    given: Given = field(default_factory=Given)
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def measure(self, cells: Mapping[Cell, Sequence[Prompts]], runs: Runs, watch: Watch) -> list[Row]:
+        """Measure the cells, given with the prompts of each call, that were not measured before; return all rows."""
+        arms = [make_arm(spec, self.model, self.given) for spec in self.specs]
+        of, timed = origin(self.model), bool(self.parts & _TIMED)
+        repeats, warm_up = (self.repeats, self.warm_up) if timed else (1, 0)
+        labels = {"model": self.name, "parameters": self.model.num_parameters()}
+        how = {"repeats": self.repeats if timed else 0, "parts": sorted(self.parts)}
+        if timed:
+            how["turns"] = turns_of([arm.spec for arm in arms])
+        asked = {
+            cell: [run_of(of, cell, prompts, arm.spec, labels, **how) for arm in arms]
+            for cell, prompts in cells.items()
+        }
+        # What is timed is timed in turns; what is counted depends on no other arm.
+        missing = {
+            cell: [arm for arm, run in zip(arms, wanted, strict=True) if run not in runs]
+            for cell, wanted in asked.items()
+        }
+        missing = {cell: arms if timed else some for cell, some in missing.items() if some}
+        # Of cells of one shape the first.
+        shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
+        weighed = list(shapes.values()) if "memory" in self.parts and self.place is not None else []
+        times = repeats + warm_up
+        watch.begin(sum(len(some) * (len(cells[each]) * times + (each in weighed)) for each, some in missing.items()))
+        for number, (cell, going) in enumerate(missing.items(), 1):
+            tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.title}")
+            busy, prompts = CoreWatch(), cells[cell]
+            results = measure(self.model, cell, going, prompts, repeats, warm_up, tick)
+            around = {**environment(self.model.device), **asdict(busy.read())}
+            costs = costs_of(self.model, cell, going, prompts) if "costs" in self.parts else [None] * len(going)
+            wanted = {run.labels["arm"]: run for run in asked[cell]}
+            greedy = [[*call.rows] for call in results[0].calls[0]] if results[0].agreement else None
+            for result, cost in zip(results, costs, strict=True):
+                about: Row = {}
+                if cell in weighed and self.place is not None and result.absence is None:
+                    tick()
+                    memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, self.model.dtype)
+                    about = {} if memory is None else {"weights_bytes": memory.weights, "peak_bytes": memory.peak}
+                nats = self._nats(result, cell, prompts)
+                found = [{**each, **about} for each in arm_rows(result, prompts, self.tokenizer, cost, nats, greedy)]
+                if not timed:
+                    found = [{name: each[name] for name in each if not name.endswith("seconds")} for each in found]
+                runs.keep(wanted[result.arm.spec.name].rows(found, around))
+        return [row for wanted in asked.values() for run in wanted for row in runs[run]]
+
+    def _nats(self, result: ArmRun, cell: Cell, prompts: Sequence[Prompts]) -> list[list[list[float]]]:
+        if "quality" not in self.parts:
+            return []
+        # Greedily every repeat says the same.
+        repeats = result.calls if cell.sampled else result.calls[:1]
+        return [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in repeats]
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of benchmarks: of each cell those that were timed together last, and all that were counted."""
+    names = ("setting", "workload", "prompts", "temperature", "batch", "context", "chat", "max_new_tokens", "repeats")
+    cells = [(*(row.get(name) for name in names), *row["parts"]) if "parts" in row else None for row in rows]
+    last = {cell: row.get("turns") for cell, row in zip(cells, rows, strict=True)}
+    return [row for cell, row in zip(cells, rows, strict=True) if cell and row.get("turns") == last[cell]]
+
+
+def arm_rows(
+    result: ArmRun,
+    prompts: Sequence[Prompts],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    costs: RoundCosts | None = None,
+    nats: Sequence[list[list[float]]] = (),
+    expected: Sequence[Sequence[list[int]]] | None = None,
+) -> list[Row]:
+    """Return a row for each text of an arm, or one that says why there is none.
+
+    `expected` are the texts of each call by `model.generate`; None where there is nothing to compare with.
+    """
+    if result.absence is not None:
+        return [{"absence": result.absence}]
+    refused = result.agreement is not None and result.agreement.refused and result.arm.spec.lossless
+    found: list[Row] = []
+    for repeat, calls in enumerate(result.calls):
+        for number, (asked, call) in enumerate(zip(prompts, calls, strict=True)):
+            counted = call_columns(call)
+            if costs is not None and "judged" in counted:
+                counted = costs.priced(counted)
+            for row, (prompt, text) in enumerate(zip(asked.rows, call.rows, strict=True)):
+                found.append(
+                    {
+                        "repeat": repeat,
+                        "call": number,
+                        "row": row,
+                        "seed": repeat * len(prompts) + number,
+                        "prompt_tokens": len(prompt),
+                        "new_tokens": len(text),
+                        "token_ids": text,
+                        "repeated_share": cycle_share(text),
+                        **counted,
+                        **({} if expected is None else {"equal": text == expected[number][row]}),
+                        **({} if result.agreement is None else {"refused": refused}),
+                    }
+                )
+                if tokenizer is not None:
+                    found[-1] |= {"prompt": str(tokenizer.decode(prompt)), "text": str(tokenizer.decode(text))}
+                if repeat < len(nats):
+                    found[-1]["nats"] = nats[repeat][number][row]
+    return found
+
+
+def call_columns(call: Call) -> Row:
+    """Return the columns of a call: its times, and of selfspec's arms its counts."""
+    found: Row = {
+        "seconds": call.seconds,
+        "first_seconds": call.first_seconds,
+        "first_tokens": call.first_tokens,
+        "passes": call.passes,
+    }
+    stats = call.stats
+    # Rows of `model.generate` are one pass a token each.
+    found["rounds"] = call.passes if len(call.rows) == 1 else call.tokens
+    if stats is not None:
+        shapes = [[shape.drafted, shape.steps, number] for shape, number in sorted(call.rounds.items())]
+        found |= {
+            "rounds": stats.row_rounds,
+            "judged": stats.judged_per_depth,
+            "accepted": stats.accepted_per_depth,
+            "shapes": shapes,
+            "draft_seconds": stats.seconds.get("draft", 0.0),
+            "verify_seconds": stats.seconds.get("verify", 0.0),
+            "cache_bytes": stats.cache_bytes,
+        }
+    return found
+
+
+def costs_of(
+    model: PreTrainedModel, cell: Cell, arms: Sequence[Arm], prompts: Sequence[Prompts]
+) -> list[RoundCosts | None]:
+    """Time, apart from the run, what the rounds of each arm's draft cost in a cell, in the middle of its texts.
+
+    They are None for arms that do not draft, that draft trees, or whose draft has no known parts.
+    """
+    drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) and arm.spec.nodes is None else None for arm in arms]
+    paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
+    runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.NATIVE)
+    lengths = sorted({*_LENGTHS, max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])})
+    measured = measure_costs(
+        model,
+        find_adapter(model),
+        list(paths.values()),
+        widths=[length + 1 for length in lengths],
+        context=max(call.ids.shape[1] for call in prompts) + cell.max_new_tokens // 2,
+        repeats=_REPEATS,
+        lengths=lengths,
+        batch=cell.batch,
+        temperature=cell.temperature,
+        base=wrap(bare(model), runtime=runtime_named(runtime, after=0)),
+    )
+    found: list[RoundCosts | None] = []
+    for draft in drafts:
+        path, looked_up = _path(draft), measured.of(PLAIN)
+        if path is not None:
+            name = draft_name(path)
+            found.append(RoundCosts(measured.draft[name], measured.of(name), looked_up))
+        else:
+            looks = draft is not None and isinstance(draft.last, PromptLookup)
+            found.append(RoundCosts(measured.draft[PLAIN], looked_up, looked_up) if looks else None)
+    return found
+
+
+def _path(draft: Drafter | None) -> LayerPathDrafter | None:
+    """Return the path that the last source of a draft runs."""
+    path = None if draft is None else draft.last
+    return path if isinstance(path, LayerPathDrafter) else None
+
+
+@torch.no_grad()
+def nats_of(
+    model: PreTrainedModel, prompts: Sequence[Prompts], texts: Sequence[Sequence[Sequence[int]]]
+) -> list[list[float]]:
+    """Return the negative log-likelihood of each text under the stock model at temperature 1, by call and row."""
+    stock = bare(model)
+    found: list[list[float]] = []
+    for asked, rows in zip(prompts, texts, strict=True):
+        found.append([])
+        for prompt, row in zip(asked.rows, rows, strict=True):
+            ids = torch.tensor([[*prompt, *row]], device=model.device)
+            logits = stock(ids).logits[0, len(prompt) - 1 : -1]
+            likelihoods = logits.float().log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+            found[-1].append(-float(likelihoods.sum()))
+    return found
