@@ -167,7 +167,8 @@ class _Studying:
     @property
     def runtime(self) -> RuntimeName:
         """How passes are run: as `selfspec bench` and `generate` do."""
-        return self.study.runtime or usual_runtime_name(self.studied.model.device)
+        named = self.study.runtime
+        return usual_runtime_name(self.studied.model.device) if named is None else RuntimeName(named)
 
     def forced(self, draft: str) -> bool:
         """Return whether teacher forcing can judge a draft."""

@@ -26,7 +26,7 @@ from selfspec.measure.prompts import check_context, read_workloads
 from selfspec.measure.teacher_forced import LayerViews
 from selfspec.model.checkpoint import DtypeName, read_config
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import RuntimeName, prompt_writer
+from selfspec.tools.lab.arms import prompt_writer
 from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.runs import Row, Run, digest_of, origin
 
@@ -88,7 +88,7 @@ class Study:
     reach: _Count | None = None
     confirm: Annotated[int, Field(ge=0, lt=_LARGE)] = 6
     pricing: Pricing = "measured"
-    runtime: RuntimeName | None = None
+    runtime: Literal["eager", "native", "graphs", "batch-invariant"] | None = None
     accept: str = "token"
     dtype: DtypeName = "float32"
     name: str = "study"

@@ -219,9 +219,9 @@ def test_a_study_goes_on_with_the_sizes_it_began_with(tmp_path: Path, monkeypatc
 
 
 def test_a_file_declares_a_study(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text('models = "demo"\ntemperatures = [0, 0.8]\ntexts = 4\n')
+    (tmp_path / "a.toml").write_text('models = "demo"\ntemperatures = [0, 0.8]\ntexts = 4\nruntime = "eager"\n')
     one = read_study(tmp_path / "a.toml")
-    assert one == Study(("demo",), temperatures=(0.0, 0.8), texts=4, name="a")
+    assert one == Study(("demo",), temperatures=(0.0, 0.8), texts=4, name="a", runtime="eager")
     assert Study.of(asdict(one)) == one
     assert read_study(tmp_path / "a.toml", {"texts": 2}).texts == 2
 
@@ -238,6 +238,7 @@ def test_a_file_declares_a_study(tmp_path: Path) -> None:
         ('models = "demo"\ndraft_lengths = [1, 1]', "draft_lengths: this names something twice"),
         ('models = "demo"\nseed = 9223372036854775808', "seed: Input should be less"),
         ('models = "demo"\npricing = "guess"', "pricing: Input should be 'measured' or 'weights'"),
+        ('models = "demo"\nruntime = "fast"', "runtime: Input should be 'eager', 'native'"),
         # What is read and means nothing names the file.
         *((f"{name} = {'1' * 5000}", r"a\.toml") for name in ("texts", "models")),
         *((f'models = "demo"\ntemperatures = [{each}]', r"a\.toml") for each in ("1" * 400, "nan", "inf")),
