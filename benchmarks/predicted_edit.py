@@ -53,7 +53,7 @@ Ask = Callable[[str | None], Reply]
 def file_of(seed: int) -> list[str]:
     """Make the lines of a file of settings."""
     rng = random.Random(seed)
-    return [f"{rng.choice(_KINDS)}_{number} = {rng.randrange(1000)}" for number in range(LINES)]
+    return [f"{rng.choice(_KINDS)}{number} = {rng.randrange(10)}" for number in range(LINES)]
 
 
 def messages(lines: list[str]) -> list[dict[str, str]]:
@@ -111,22 +111,30 @@ def in_server(folder: str, draft: str, asked: Any, new: int, threads: int) -> It
         yield ask
 
 
-def compared(ask: Ask, repeats: int, warm_up: bool) -> dict[str, Any]:
+def compared(ask: Ask, repeats: int) -> dict[str, Any]:
     """Time answers with and without the prediction, in turns."""
-    plain = ask(None)
-    prediction = edited(plain.text, 1)
-    if warm_up:
-        ask(prediction)
+    seconds: dict[str | None, list[float]] = {}
     replies: dict[str | None, Reply] = {}
-    seconds: dict[str | None, list[float]] = {None: [], prediction: []}
-    for _ in range(repeats):
-        for said, spent in seconds.items():
-            spent.append(seconds_of(lambda said=said: replies.update({said: ask(said)})))  # type: ignore[misc]
-    without, with_it = (median(each) for each in seconds.values())
+
+    def once(said: str | None) -> None:
+        spent = seconds_of(lambda: replies.update({said: ask(said)}))
+        seconds.setdefault(said, []).append(spent)
+
+    once(None)
+    text = replies[None].text
+    prediction = edited(text, 1)
+    once(prediction)
+    if repeats > 1:
+        # The first of each warmed up.
+        seconds.clear()
+        for _ in range(repeats):
+            once(None)
+            once(prediction)
+    without, with_it = (median(seconds[said]) for said in (None, prediction))
     return {
         "seconds": {"without": round(without, 3), "with": round(with_it, 3)},
         "times_as_fast": round(without / with_it, 2),
-        "equal": {reply.text for reply in replies.values()} == {plain.text},
+        "equal": {reply.text for reply in replies.values()} == {text},
         **{name: value for name, value in asdict(replies[prediction]).items() if name != "text"},
     }
 
@@ -147,7 +155,7 @@ def main() -> None:
     for by in options.by or ways:
         for draft in options.draft or DRAFTS:
             with ways[by](options.model, draft, asked, options.new, options.threads) as ask:
-                found = compared(ask, options.repeats, warm_up=options.repeats > 1)
+                found = compared(ask, options.repeats)
             record = json.loads(file.read_text()) if file.exists() else {}
             record |= {"environment": environment(torch.device("cpu")), "lines": LINES, "edited": EDITED}
             record.setdefault(by, {})[draft] = found

@@ -91,7 +91,7 @@ class Served:
         # Whoever brings much to read or to compile keeps nobody waiting but those who bring much, too. Tokenizers in
         # Python are not made for several threads.
         self._readers = ThreadPoolExecutor(4 if tokenizer.is_fast else 1, "selfspec-readers")
-        self._compilers = {fast: ThreadPoolExecutor(1 + fast, "selfspec-grammars", _give_way) for fast in (True, False)}
+        self._compilers = ThreadPoolExecutor(2, "selfspec-grammars", _give_way)
         self._parser = ThreadPoolExecutor(1, "selfspec-parser")
         self._submitter = ThreadPoolExecutor(1, "selfspec-submitter")
         self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
@@ -112,8 +112,7 @@ class Served:
 
     async def compile(self, wanted: Wanted) -> Grammar:
         """Compile what an answer has to fit; see `read`."""
-        fast = await self.read(lambda: self.grammars.compiles_fast(wanted))
-        return await self._run(self._compilers[fast], lambda: self.grammars.compiled(wanted))
+        return await self._run(self._compilers, lambda: self.grammars.compiled(wanted))
 
     async def _run(self, threads: ThreadPoolExecutor, work: Callable[[], _Found]) -> _Found:
         try:
@@ -158,7 +157,7 @@ class Served:
 
     def close(self) -> None:
         """End the threads that read."""
-        for threads in (self._parser, self._readers, *self._compilers.values(), self._submitter, self._scorer):
+        for threads in (self._parser, self._readers, self._compilers, self._submitter, self._scorer):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,17 +1,17 @@
 """Calls of the published shapes are found, with thoughts before them or none, whole and in pieces; nothing else is.
 
 Grammars take what the formats write. What is said is in what a template writes, as text or as parts, or it is refused
-by name. So are schemas that a grammar cannot hold.
+by name. Schemas are kept to, and what is not held is refused.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from helpers import tiny
 from helpers.published_templates import ANSWERS, HERMES, PUBLISHED, READS_PARTS, TAGGED, Published
@@ -22,7 +22,8 @@ from selfspec.serve.chat.call_formats import CallFormat, Tags
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.choice import Choice
 from selfspec.serve.events import Committed, Finished
-from selfspec.serve.grammar import CallGrammar, check_schema, pattern_states, style_of
+from selfspec.serve.grammar import CallGrammar, Grammars, Wanted
+from selfspec.serve.schemas import JsonSchemaFormat, RegexFormat
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}, "sure": {"type": "boolean"}}},
@@ -260,29 +261,41 @@ def test_a_call_that_is_cut_off_is_what_was_written_of_it(name: str, text: str, 
         assert "".join(delta.arguments for each in found for delta in each.calls) == arguments
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "functiongemma"])
-def test_a_grammar_takes_what_the_format_writes(name: str) -> None:
-    pytest.importorskip("xgrammar")
-    from xgrammar import Grammar, GrammarCompiler, TokenizerInfo
-    from xgrammar.testing import _is_grammar_accept_string as accepts
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    pytest.importorskip("llguidance")
+    return Grammars(tiny.tokenizer(), 256, frozenset())
 
+
+def fits(grammars: Grammars, wanted: Wanted, text: str) -> bool:
+    """Whether an answer may be this text, by its bytes, which are the tokens."""
+    processor = grammars.compiled(wanted).processor()
+    tokens: list[int] = tiny.tokenizer()(text).input_ids
+    scores, seen = torch.zeros(1, 256), [0]
+    for token in tokens:
+        if not processor(torch.tensor([seen]), scores)[0, token].isfinite():
+            return False
+        seen.append(token)
+    processor(torch.tensor([seen]), scores)
+    return bool(processor._matcher.is_accepting())
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "functiongemma"])
+def test_a_grammar_takes_what_the_format_writes(name: str, grammars: Grammars) -> None:
     form = ChatTemplate(SHAPES[name].tokenizer).calls
     assert isinstance(form, CallFormat)
     assert (form.separator is None) == (name in ("llama-3.1", "gpt-oss"))
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
     call, wrong = (form.text([("weather", json.dumps({"days": each}))]) for each in (3, "three"))
     tools = {"weather": schema, "time": {"type": "object", "properties": {}}}
-    compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
 
     def takes(text: str, needed: bool, many: bool = False, otherwise: dict[str, Any] | None = None) -> bool:
-        wanted = CallGrammar(form, tools, needed, many, otherwise)
-        tag = wanted.structural_tag(style_of(wanted, compiler))
-        found: bool = accepts(Grammar.from_structural_tag(json.dumps(tag)), text)
-        return found
+        return fits(grammars, CallGrammar(form, tools, needed, many, otherwise), text)
 
     assert takes(call, True)
     assert not takes(wrong, True)
     assert takes(call.lstrip(), False)
+    assert not takes(wrong.lstrip(), False)
     assert takes("It is warm.", False)
     assert not takes("It is warm.", True)
     if form.separator is not None:
@@ -298,14 +311,21 @@ def test_a_grammar_takes_what_the_format_writes(name: str) -> None:
     assert not takes("It is warm.", False, otherwise=schema)
 
 
-def test_tags_that_no_grammar_has() -> None:
-    pytest.importorskip("xgrammar")
-    from xgrammar import GrammarCompiler, TokenizerInfo
+def test_arguments_between_tags_are_of_their_types(grammars: Grammars) -> None:
+    form = CallFormat("<f=", ">", "</f>", tags=Tags("<p=", ">", "</p>"))
+    properties = {"a": {"enum": ["x", 5]}, "b": {"type": "string"}, "c": {"$ref": "#/$defs/n"}, "d": {}}
+    schema = {"properties": properties, "required": ["a", "c"], "$defs": {"n": {"type": "integer"}}}
+    wanted = CallGrammar(form, {"t": schema, "u": {"type": "object"}}, needed=True)
 
-    form = CallFormat("<function=", ">", "</function>", tags=Tags("<qx:", ">", "</qx>"))
-    compiler = GrammarCompiler(TokenizerInfo([bytes([byte]) for byte in range(256)]))
-    with pytest.raises(UnsupportedOptionError, match="tool_choice"):
-        style_of(CallGrammar(form, {"weather": {}}, needed=True), compiler)
+    def takes(name: str, **given: str) -> bool:
+        written = "".join(f"<p={key}>{value}</p>" for key, value in given.items())
+        return fits(grammars, wanted, f"<f={name}>{written}</f>")
+
+    assert all((takes("t", a="x", c="3"), takes("t", a="5", b="any {text}", c="3"), takes("t", a="5", c="-3", d="all")))
+    assert not any(
+        (takes("t", a="y", c="3"), takes("t", a="x", c="three"), takes("t", c="3"), takes("t", b="x", a="x", c="3"))
+    )
+    assert takes("u", any="thing", more="")
 
 
 MESSAGES = [
@@ -363,119 +383,133 @@ def test_a_template_that_cannot_serve_is_refused_before_work(source: Any, words:
 INTEGER = {"type": "integer"}
 KIND = {"type": "object", "properties": {"kind": {"const": "a"}, "x": INTEGER}, "required": ["kind"]}
 OTHER = {"type": "object", "properties": {"kind": {"const": "b", "type": "string"}}, "required": ["kind"]}
+PLACES = {
+    "type": "object",
+    "properties": {"a": {}},
+    "patternProperties": {"^b": INTEGER},
+    "additionalProperties": False,
+}
 
-# Each with what the grammar of xgrammar lets through although it does not fit.
-REFUSED: list[tuple[str, dict[str, Any], Any]] = [
-    ("not", {"not": INTEGER}, 3),
-    ("uniqueItems", {"type": "array", "items": INTEGER, "uniqueItems": True}, [1, 1]),
-    ("contains", {"type": "array", "items": {"type": "string"}, "contains": INTEGER}, ["a"]),
-    ("if", {"if": INTEGER, "then": {"minimum": 3}}, 2),
+
+def of_schema(schema: dict[str, Any]) -> JsonSchemaFormat:
+    return JsonSchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
+
+
+# Of each schema: what fits, and what does not. What fits is written in the order of the schema.
+HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "integer", "minimum": 0, "multipleOf": 5}, [0, 25], [3, -5]),
+    ({"type": "integer", "multipleOf": 5000}, [5000, -10_000], [2500]),
+    ({"type": "number", "exclusiveMinimum": 0.5, "maximum": 2}, [0.75, 2], [0.5, 2.5]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "äöü"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a*$", "maxLength": 2}, ["aa"], ["aaa", "b"]),
+    ({"type": "string", "pattern": "b[0-9]"}, ["ab1c"], ["ab"]),
+    ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123"]),
+    ({"enum": ["a", 3, None, [1]]}, ["a", 3, None, [1]], ["b", [2]]),
+    ({"enum": ["a", "bcd"], "minLength": 3}, ["bcd"], ["a"]),
+    ({"const": {"a": 1}}, [{"a": 1}], [{"a": 2}]),
+    ({"type": ["string", "null"], "minLength": 2}, ["ab", None], ["a", 3]),
+    ({"minimum": 3}, [3, "a", []], [2]),
+    ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
+    ({"type": "array", "prefixItems": [INTEGER, {"type": "string"}], "items": False}, [[1, "a"]], [[1, 2]]),
+    ({"type": "array", "items": INTEGER, "uniqueItems": False}, [[1, 1]], [["a"]]),
+    ({"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}, [{"a": 1}], [{}, {"a": 1, "b": 2}]),
     (
-        "dependentRequired",
-        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "dependentRequired": {"a": ["b"]}},
-        {"a": 1},
+        {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": True},
+        [{"a": 1, "b": "x"}],
+        [{"a": "x"}],
     ),
-    ("allOf", {"allOf": [INTEGER, {"type": "integer", "minimum": 3}]}, 2),
-    ("allOf", {"type": "integer", "allOf": [{"type": "integer", "minimum": 3}], "maximum": 9}, 12),
-    ("minimum", {"anyOf": [INTEGER], "minimum": 3}, 2),
-    ("minimum", {"$ref": "#/$defs/a", "$defs": {"a": INTEGER}, "minimum": 3}, 2),
-    ("minLength", {"enum": ["a"], "minLength": 3}, "a"),
-    ("type", {"type": "integer", "enum": ["a"]}, "a"),
-    ("const", {"type": "string", "const": 3}, 3),
-    ("minimum", {"minimum": 3}, 2),
-    ("pattern", {"type": "string", "pattern": "^a*$", "maxLength": 2}, "aaa"),
-    ("multipleOf", {"type": "number", "multipleOf": 0.5}, 0.3),
-    ("required", {"type": "object", "properties": {"a": INTEGER}, "required": ["b"]}, {"a": 1}),
-    ("oneOf", {"oneOf": [INTEGER, {"type": "number"}]}, 3),
-    ("multipleOf", {"type": "integer", "multipleOf": 5, "minimum": 0}, 3),
-    ("multipleOf", {"type": "integer", "multipleOf": 5000}, 3),
-    ("no schema of", {"$ref": "#/$defs/x/y", "$defs": {"x": {"y": {"type": "integer", "not": {"const": 3}}}}}, 3),
+    ({"type": "object", "additionalProperties": INTEGER}, [{}, {"a": 1, "b": 2}], [{"a": "x"}]),
+    (PLACES, [{"a": "x", "b1": 2}], [{"b1": "x"}, {"c": 1}]),
+    ({"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": INTEGER}}, [{"a": 1}], [{"a": "b"}]),
+    ({"anyOf": [INTEGER, {"type": "string"}], "minimum": 3}, [3, "a"], [2, None]),
+    ({"oneOf": [INTEGER, {"type": "string"}]}, [3, "a"], [None]),
+    ({"oneOf": [KIND, OTHER], "discriminator": {"propertyName": "kind"}}, [{"kind": "a", "x": 1}], [{"kind": "c"}]),
     (
-        "patternProperties",
-        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": INTEGER}},
-        {"a": "b"},
+        {"oneOf": [{"$ref": "#/$defs/k"}, {"$ref": "#/$defs/o"}], "$defs": {"k": KIND, "o": OTHER}},
+        [{"kind": "b"}],
+        [{}],
     ),
-    ("propertyNames", {"type": "object", "properties": {"b": INTEGER}, "propertyNames": {"pattern": "^a"}}, {"b": 1}),
-    ("another document", {"$ref": "https://example.com/a.json"}, 3),
-    ("another document", {"$ref": "#a", "$defs": {"x": {"$anchor": "a", "type": "string"}}}, 3),
+    ({"allOf": [INTEGER, {"minimum": 3}], "maximum": 9}, [3, 9], [2, 12, "a"]),
+    ({"$ref": "#/$defs/a", "$defs": {"a": INTEGER}, "minimum": 3}, [4], [2]),
+    ({"$ref": "#/$defs/x/y", "$defs": {"x": {"y": INTEGER}}}, [3], ["a"]),
+    ({"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}, [[], [[], [[]]]], [[1]]),
 ]
 
 
-@pytest.mark.parametrize(("words", "schema", "instance"), REFUSED)
-def test_what_a_grammar_cannot_hold_is_refused(words: str, schema: dict[str, Any], instance: Any) -> None:
-    """Wherever it stands. A later xgrammar that can hold it needs no refusal."""
-    with pytest.raises(UnsupportedOptionError, match=words):
-        check_schema(schema)
-    deeper = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}}
+@pytest.mark.parametrize(("schema", "valid", "invalid"), HELD)
+def test_schemas_are_kept_to(schema: dict[str, Any], valid: list[Any], invalid: list[Any], grammars: Grammars) -> None:
+    places: list[tuple[dict[str, Any], bool]] = [(schema, False)]
     if "$defs" not in schema:
-        with pytest.raises(UnsupportedOptionError, match="#/properties/a/items"):
-            check_schema(deeper)
-    pytest.importorskip("xgrammar")
-    from xgrammar import Grammar
-    from xgrammar.testing import _is_grammar_accept_string as accepts
+        places.append(({"type": "array", "items": schema}, True))
+    for wanted, wrap in places:
+        for instances, fit in ((valid, True), (invalid, False)):
+            for instance in instances:
+                text = json.dumps([instance] if wrap else instance, ensure_ascii=False)
+                assert fits(grammars, of_schema(wanted), text) == fit, text
 
-    assert accepts(Grammar.from_json_schema(json.dumps(schema), any_whitespace=False), json.dumps(instance))
 
-
-INTEGERS = {f"p{number}": {"type": "integer", "minimum": -(10**17), "maximum": 10**17} for number in range(450)}
+LARGE = {f"p{number}": {"type": "integer"} for number in range(200)}
 
 
 @pytest.mark.parametrize(
     ("words", "schema"),
     [
         *(
-            (rf"'{re.escape(name)}' cannot be null", {name: None})
-            for name in ("maxLength", "properties", "type", "enum", "$ref")
+            (name, {name: schema})
+            for name, schema in (
+                ("not", INTEGER),
+                ("if", INTEGER),
+                ("uniqueItems", True),
+                ("contains", INTEGER),
+                ("dependentRequired", {"a": ["b"]}),
+                ("propertyNames", {"pattern": "^a"}),
+                ("unevaluatedProperties", False),
+            )
         ),
-        ("'enum' cannot be 5", {"enum": 5}),
-        ("'minItems' cannot be -1", {"type": "array", "minItems": -1}),
-        ("'maxLength' cannot be true", {"type": "string", "maxLength": True}),
-        ("'anyOf' has an entry", {"anyOf": [3]}),
-        ("'properties' has an entry", {"properties": {"a": 3}}),
-        ("list names", {"type": "object", "required": [3]}),
-        ("'type' cannot be", {"type": "text"}),
-        *(("empty list", {name: []}) for name in ("oneOf", "anyOf", "enum")),
-        *(("looks around", {"type": "string", "pattern": each}) for each in ("(?=a)b", "a^b", "a$b", r"a\bb", "(a$)b")),
-        ("looks around", {"type": "object", "patternProperties": {"(?!a)": INTEGER}}),
-        ("states", {"type": "object", "patternProperties": {"[a-z]{9000}": INTEGER}}),
-        ("states", {"type": "object", "properties": INTEGERS}),
-        ("states", {"type": "object", "properties": {name: {} for name in INTEGERS}, "minProperties": 200}),
+        ("oneOf", {"oneOf": [INTEGER, {"type": "number"}]}),
+        ("maxProperties only", {"type": "object", "properties": LARGE, "minProperties": 100}),
+        ("unsatisfiable", {"oneOf": [INTEGER, {"type": "string"}], "anyOf": []}),
+        ("unsatisfiable", {"enum": []}),
+        ("look-?around", {"type": "string", "pattern": "(?=a)b"}),
+        *(("lookarounds", {"type": "string", "pattern": each}) for each in ("a^b", "a$b", r"a\bb", "(a$)b")),
+        ("look-?around", {"type": "object", "patternProperties": {"(?!a)": INTEGER}}),
+        *(("expected|must be|invalid", {name: None}) for name in ("maxLength", "properties", "type", "enum", "$ref")),
+        ("must be", {"enum": 5}),
+        ("integer", {"type": "array", "minItems": -1}),
+        ("integer", {"type": "string", "maxLength": True}),
+        ("object or boolean", {"properties": {"a": 3}}),
+        ("string", {"type": "object", "required": [3]}),
+        ("type", {"type": "text"}),
+        ("unsatisfiable", {"type": "integer", "enum": ["a"]}),
+        ("unsatisfiable", {"type": "object", "properties": {"a": INTEGER}, "required": ["b"]}),
+        ("not present", {"$ref": "https://example.com/a.json"}),
     ],
 )
-def test_what_is_no_schema_or_would_take_long_is_refused(words: str, schema: dict[str, Any]) -> None:
-    for where in (schema, {"type": "array", "items": schema}):
-        with pytest.raises(UnsupportedOptionError, match=words):
-            check_schema(where)
+def test_what_is_not_held_is_refused(words: str, schema: dict[str, Any], grammars: Grammars) -> None:
+    """Wherever it stands."""
+    for where in (
+        schema,
+        {"type": "object", "properties": {"a": {"type": "array", "items": schema, "minItems": 1}}, "required": ["a"]},
+    ):
+        with pytest.raises(UnsupportedOptionError, match=rf"(?i)response_format.*{words}"):
+            grammars.compiled(of_schema({**where, "x-guidance": {"lenient": True}}))
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        *({"type": "string", "pattern": each} for each in (r"^a\$$", "^[^$]+$", "(?:a|b)+", r"^\^a$")),
-        {"type": "object", "patternProperties": {"^a": INTEGER}},
-        {"type": "string", "maxLength": 8, "title": "A", "description": "b", "default": "c"},
-        {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "Name"},
-        {"$ref": "#/$defs/a", "description": "a", "$defs": {"a": {"enum": ["b"], "type": "string"}}},
-        {"allOf": [INTEGER], "default": 3},
-        {"const": "a", "enum": ["a"], "type": "string"},
-        {"type": ["string", "null"], "minLength": 2},
-        {"type": "array", "prefixItems": [INTEGER], "items": False, "minItems": 1},
-        {"type": "object", "properties": {"not": INTEGER}, "required": ["not"], "additionalProperties": False},
-        {"type": "array", "items": INTEGER, "uniqueItems": False},
-        {"oneOf": [KIND, OTHER], "discriminator": {"propertyName": "kind"}},
-        {"oneOf": [{"$ref": "#/$defs/k"}, {"$ref": "#/$defs/o"}], "$defs": {"k": KIND, "o": OTHER}},
-        {"oneOf": [INTEGER, {"type": "string"}]},
-        {},
-        {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "integer", "multipleOf": 3},
-    ],
-)
-def test_what_clients_send_is_taken(schema: dict[str, Any]) -> None:
-    assert check_schema(schema) >= 1
+def test_a_grammar_goes_back(grammars: Grammars) -> None:
+    processor = grammars.compiled(RegexFormat(type="regex", pattern="(ab|ac)+")).processor()
+    a, b, c = tiny.tokenizer()("abc").input_ids
 
+    def allowed(*tokens: int) -> list[int]:
+        found: list[int] = (
+            processor(torch.tensor([[7, *tokens]]), torch.zeros(1, 256))[0].isfinite().nonzero().flatten()
+        )
+        return sorted(int(token) for token in found)
 
-@pytest.mark.parametrize(
-    ("pattern", "states"),
-    [("abc", 3), ("a{3}", 3), ("(ab){2,5}", 10), (r"\d{4}-\d{2}", 7), ("[a-z{9}]+", 2), ("((a{2}b){3}c){2}", 20)],
-)
-def test_states_of_patterns(pattern: str, states: int) -> None:
-    assert pattern_states(pattern) == states
+    for _ in range(2):
+        assert allowed() == [a]
+        assert allowed(a) == [b, c]
+        # A draft that does not fit is not filtered any more, and is taken back.
+        assert len(allowed(a, a)) == len(allowed(a, a, b)) == 256
+        processor.rollback(2)
+        assert a in allowed(a, c)
+        processor.rollback(3)

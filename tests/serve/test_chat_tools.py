@@ -10,7 +10,7 @@ import pytest
 from helpers.http_server import Running, running
 from helpers.published_templates import TAGGED
 
-pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 
 WEATHER: dict[str, Any] = {
     "type": "function",

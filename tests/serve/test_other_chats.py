@@ -68,7 +68,7 @@ def test_a_response_in_a_stream(bare: Running) -> None:
 
 
 def test_a_response_calls_a_tool_and_hears_of_it(bare: Running) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     tools = {"tools": [RESPONSE_TOOL], "max_output_tokens": 150}
     (call,) = bare.respond(**tools, tool_choice="required").body["output"]
     assert call["type"] == "function_call"
@@ -86,7 +86,7 @@ def test_a_response_calls_a_tool_and_hears_of_it(bare: Running) -> None:
 
 
 def test_a_response_of_a_form(bare: Running) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     text = {"format": {"type": "json_schema", "name": "a", "schema": ARGUMENTS, "strict": True}}
     answer = bare.respond(text=text, max_output_tokens=100).body["output"][0]["content"][0]["text"]
     assert json.loads(answer)["city"] in ("Bern", "Rome")
@@ -120,7 +120,7 @@ def test_a_message_in_a_stream(bare: Running) -> None:
 
 
 def test_a_message_calls_a_tool_and_hears_of_it(bare: Running) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     tools = {"tools": [MESSAGE_TOOL], "max_tokens": 150}
     body = bare.message(**tools, tool_choice={"type": "any"}).body
     (use,) = body["content"]

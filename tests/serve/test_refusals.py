@@ -160,7 +160,7 @@ def test_malformed_bodies(server: Running, body: bytes, words: str) -> None:
 
 
 # Requests with tools or forms, to a template that reads none.
-NEEDS_XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="needs xgrammar")
+NEEDS_LLGUIDANCE = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 ARGUMENTS = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}
 STRICT = {"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}
@@ -183,7 +183,7 @@ BY_NAME: list[Any] = [
         {"response_format": {"type": "regex", "pattern": "(("}},
         "response_format",
         "cannot be compiled",
-        marks=NEEDS_XGRAMMAR,
+        marks=NEEDS_LLGUIDANCE,
     ),
     (
         Running.chat,

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from selfspec.errors import PromptError, UnsupportedOptionError
+from selfspec.errors import PromptError
 from selfspec.serve.api_error import ApiError, api_error, validation_error
 from selfspec.serve.chat.call_formats import CallFormat, ResponseFormat
 from selfspec.serve.chat.call_reader import CallDelta, ToolCall
@@ -31,11 +31,10 @@ from selfspec.serve.endpoints.answering import (
     row_requests,
 )
 from selfspec.serve.endpoints.completions import finite
-from selfspec.serve.grammar import CallGrammar, Wanted, check_schema
+from selfspec.serve.grammar import CallGrammar, Wanted
 from selfspec.serve.monitoring import request_id
 from selfspec.serve.schemas import (
     ChatCompletionRequest,
-    Function,
     JsonObjectFormat,
     JsonSchemaFormat,
     Message,
@@ -126,23 +125,13 @@ def call_grammar(
         if not isinstance(wanted, JsonSchemaFormat | JsonObjectFormat):
             raise ApiError(400, "response_format: beside tools it may be JSON alone", "response_format")
         otherwise = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
-    schemas = {tool.function.name: _arguments(tool.function) for tool in tools}
+    anything = {"type": "object", "properties": {}}
+    schemas = {tool.function.name: tool.function.parameters or anything for tool in tools}
+    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
     # A call that has to be is one, unless several are asked for; of those that may be, all are let be.
     may = not needed and otherwise is None
     many = request.parallel_tool_calls is not False if may else bool(request.parallel_tool_calls)
-    return CallGrammar(form, schemas, needed, many, otherwise)
-
-
-def _arguments(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments; any object, where it is not strict and no grammar can hold it."""
-    schema = function.parameters or {"type": "object", "properties": {}}
-    try:
-        check_schema(schema)
-    except UnsupportedOptionError as error:
-        if function.strict:
-            raise ApiError(400, f"tools: {function.name}: {error}", "tools") from error
-        return {"type": "object"}
-    return schema
+    return CallGrammar(form, schemas, needed, many, otherwise, strict)
 
 
 def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionRequest) -> tuple[int, ...]:
