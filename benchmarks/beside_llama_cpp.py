@@ -1,4 +1,6 @@
-"""Decoding beside llama.cpp, float32 and Q8_0: the same weights, prompts, threads and number of tokens, in turns.
+"""Decoding beside llama.cpp: the same weights, prompts, threads and number of tokens, in turns.
+
+Of a folder, in float32 and Q8_0; of a GGUF file, in its own bytes on both sides.
 
     pip install llama-cpp-python gguf
     python benchmarks/beside_llama_cpp.py MODEL... --texts 'heldout.jsonl#kind=code' --threads 2
@@ -23,9 +25,12 @@ import selfspec
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
+from selfspec.model.checkpoint import load_tokenizer
 from selfspec.tools.export.gguf_file import write_gguf
 
 _GENERATE, _PLAIN, _LLAMA = "model.generate", "selfspec plain", "llama.cpp F32"
+# Of a GGUF file: stock modules have dense weights there.
+_FILE = "llama.cpp"
 
 
 def main() -> None:
@@ -60,7 +65,33 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def _measured_file(file: Path, options: argparse.Namespace) -> dict[str, Any]:
+    spec, tokens = selfspec.load(file, draft=False), options.max_new_tokens
+    texts = prompts_of(options.texts, load_tokenizer(str(file)), options.prompts, options.context)
+    worker = LlamaCpp.over(file, options.python, options.threads, options.context, tokens)
+    decoders: dict[str, Decode] = {
+        _FILE: worker,
+        _PLAIN: Own(spec, tokens),
+        **{f"selfspec {draft}": Own(spec.drafting(draft), tokens) for draft in options.draft},
+    }
+    prompts = [ids[0].tolist() for ids in texts]
+    measured = {
+        f"{at:g}": _figures(in_turns(decoders, prompts, at, options.repeats, options.warm_up), (_FILE, _PLAIN))
+        for at in options.temperatures
+    }
+    worker.worker.end()
+    return {
+        "name": file.name,
+        "parameters": sum(weight.numel() for weight in spec.model.parameters()),
+        "bytes": file.stat().st_size,
+        "llama.cpp": worker.system,
+        "temperatures": measured,
+    }
+
+
 def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    if folder.suffix == ".gguf":
+        return _measured_file(folder, options)
     checkpoint = load_checkpoint(str(folder), "float32", "cpu")
     model, tokens = checkpoint.model, options.max_new_tokens
     texts = prompts_of(options.texts, checkpoint.tokenizer, options.prompts, options.context)
@@ -79,7 +110,7 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         **{f"llama.cpp {kind}": worker for kind, worker in workers.items()},
     }
     measured = {
-        f"{at:g}": _figures(in_turns(decoders, prompts, at, options.repeats, options.warm_up))
+        f"{at:g}": _figures(in_turns(decoders, prompts, at, options.repeats, options.warm_up), (_LLAMA, _GENERATE))
         for at in options.temperatures
     }
     for each in workers.values():
@@ -92,7 +123,7 @@ def _measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _figures(arms: dict[str, Arm]) -> dict[str, Any]:
+def _figures(arms: dict[str, Arm], against: tuple[str, str]) -> dict[str, Any]:
     return {
         name: {
             "tokens_per_second": Estimate.of_median(arm.rates).to_dict(),
@@ -100,9 +131,9 @@ def _figures(arms: dict[str, Arm]) -> dict[str, Any]:
                 f"against {other}": Estimate.of_median(
                     [one / base for one, base in zip(arm.rates, arms[other].rates, strict=True)]
                 ).to_dict()
-                for other in (_LLAMA, _GENERATE)
+                for other in against
             },
-            "equal_tokens": [equal_tokens(*pair) for pair in zip(arm.texts, arms[_GENERATE].texts, strict=True)],
+            "equal_tokens": [equal_tokens(*pair) for pair in zip(arm.texts, arms[against[1]].texts, strict=True)],
         }
         for name, arm in arms.items()
     }
@@ -114,17 +145,18 @@ def _report(record: dict[str, Any]) -> str:
         "# Decoding beside llama.cpp\n",
         f"{machine['processor']}, {settings['threads']} threads, float32, {settings['repeats']} repeats in turns,",
         f"{settings['prompts']} prompts of {settings['context']} tokens, {settings['max_new_tokens']} new ones.",
-        "Medians and their intervals. *Equal*: the tokens before the first that is not `model.generate`'s, by prompt.",
+        "Medians and their intervals. *Equal*: the tokens before the first that is not that of the last column's text.",
     ]
     for model in record["models"]:
         title = f"{model['name']}, {model['parameters'] / 1e6:.1f}M parameters"
         for temperature, arms in model["temperatures"].items():
             greedy = temperature == "0"
             lines.append(f"\n## {title}, temperature {temperature}\n")
-            lines.append("| | tokens/s | against llama.cpp F32 | against model.generate |" + " equal |" * greedy)
+            against = [key for key in next(iter(arms.values())) if key.startswith("against ")]
+            lines.append(f"| | tokens/s | {' | '.join(against)} |" + " equal |" * greedy)
             lines.append("|---" * (4 + greedy) + "|")
             for name, arm in arms.items():
-                keys = ("tokens_per_second", f"against {_LLAMA}", f"against {_GENERATE}")
+                keys = ("tokens_per_second", *against)
                 rate, *ratios = (Estimate(**arm[key]) for key in keys)
                 cells = [name, rate.shown(0), *(ratio.shown(2) for ratio in ratios)]
                 cells += [" ".join(map(str, arm["equal_tokens"]))] * greedy

@@ -39,8 +39,8 @@ def inspect(
     place = model_place(model)
     with Console(stderr=True).status("Looking at the checkpoint"):
         from selfspec.measure.summary import describe, without_weights
-        from selfspec.model.checkpoint import find_device, read_config
-        from selfspec.placement.packed import format_of_weights
+        from selfspec.model.checkpoint import find_device, local_folder, read_config
+        from selfspec.placement.packed import device_of, format_of_weights
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
         from selfspec.tools.prospects import CheckpointSummary, held_modules, hold_packed, prospects
@@ -49,12 +49,12 @@ def inspect(
         config = read_config(place)
         bare, format = without_weights(config), format_of_weights(place, weights)
         if format is not None:
-            hold_packed(bare, format)
+            hold_packed(bare, format, local_folder(place))
         summary = describe(bare)
         here = prospects(model, place, bare, summary, format)
         planned = None
         if budget.memory is not None:
-            source = source_for(find_device("auto"))
+            source = source_for(find_device("auto") if format is None else device_of(format, None))
             planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source, weights=format)
     plan, modules = None if planned is None else planned.to_dict(), held_modules(place, config)
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
@@ -109,14 +109,14 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
         "KV cache": keys,
         **(states if cache.recurrent_layers else {}),
         "memory": f"{shown_bytes(found.total.bytes)} of weights{there}: {'fits' if here.fits else 'does not fit'}",
-        **({} if here.packed is None else {"planes": _in_planes(found, here.packed)}),
+        **({} if here.packed is None else {here.weights or "planes": _in_fewer(found, here.packed)}),
         **({} if found.mtp is None else {"MTP modules": str(found.mtp)}),
         "auto drafts": here.doubt or _gains(found),
         "next": "\n".join(here.commands),
     }
 
 
-def _in_planes(found: CheckpointSummary, size: int) -> str:
+def _in_fewer(found: CheckpointSummary, size: int) -> str:
     from selfspec.placement.plan import shown_bytes
 
     if found.here.weights is not None:

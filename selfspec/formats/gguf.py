@@ -118,5 +118,8 @@ class Gguf(Format):
     def takes(self, weight: Tensor) -> bool:
         return False
 
+    def runs_on(self, kind: str) -> bool:
+        return kind == "cpu"
+
     def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
         return fixed(PackedWeight(BlocksLinear(packed, None, dtype, self.kind, self.heads), transposed))

@@ -9,7 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CheckpointError, PromptError
-from selfspec.model.checkpoint import DtypeName, find_device, load_to_device, load_tokenizer, local_folder, read_config
+from selfspec.model.checkpoint import (
+    DtypeName,
+    find_device,
+    load_to_device,
+    load_tokenizer,
+    local_folder,
+    read_config,
+    weight_files,
+)
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -34,8 +42,9 @@ class Checkpoint:
 def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:
     """Load model and tokenizer."""
     find_device(device)
-    read_config(name)
-    folder = local_folder(name)
+    config, folder = read_config(name), local_folder(name)
+    if folder is not None:
+        weight_files(folder, config)
     if folder is not None and not any((folder / file).is_file() for file in _TOKENIZERS):
         raise CheckpointError(
             f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "

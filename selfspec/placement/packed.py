@@ -85,8 +85,15 @@ def load_packed(
 
 
 def device_of(format: Format, device: torch.device | str | None) -> torch.device:
-    """Return the device that computes with packed weights, "auto" by default; warn of one without kernels for them."""
+    """Return the device that computes with packed weights, "auto" by default; warn of one without kernels for them.
+
+    UnsupportedOptionError: the format has layers for other devices alone.
+    """
     found = find_device("auto" if device is None else device)
+    if not format.runs_on(found.type):
+        if device is not None and str(device) != "auto":
+            raise UnsupportedOptionError(f"weights in {format.name} are multiplied on the CPU alone; leave device out")
+        found = find_device("cpu")
     if kernels_of(found) is Kernels.ATEN:
         why = native.absence() if found.type == "cpu" else f"on {found} there is no Triton"
         _LOG.warning("weights=%r takes many times as long without selfspec's kernels: %s", format.name, why)

@@ -22,11 +22,13 @@ from selfspec.formats.format import Format
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.summary import ModelSummary, Weights, without_weights
 from selfspec.model.checkpoint import find_device, local_folder, weight_files
+from selfspec.model.gguf import is_gguf
 from selfspec.model.registry import find_adapter, has_encoder, mtp_layout
 from selfspec.model.sizes import widening
-from selfspec.placement.packed import exact_format, is_transposed, load_packed
+from selfspec.placement.gguf_file import gguf_weights
+from selfspec.placement.packed import device_of, exact_format, has_packed_weights, is_transposed, load_packed
 from selfspec.placement.skeleton import names_by_weight, set_weight
-from selfspec.placement.stored import StoredTensor, is_packed, stored_tensors
+from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
 from selfspec.placement.weight_source import source_for
 
 # Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.
@@ -121,9 +123,8 @@ def prospects(
 
     With a format the model holds packed weights.
     """
-    device, encodes = find_device("auto"), has_encoder(model)
-    here = local_folder(place)
-    in_folder, packs = here is not None and is_packed(here), _packs(here, model.config)
+    device, encodes = find_device("auto") if format is None else device_of(format, None), has_encoder(model)
+    in_folder, packs = has_packed_weights(place), _packs(local_folder(place), model.config)
     if format is not None and not in_folder and not packs:
         raise UnsupportedModelError(
             f"weights={format.name!r}: {name} has weights with more bits than bfloat16, or no weights here; leave "
@@ -170,13 +171,22 @@ def prospects(
 
 
 def _packs(folder: Path | None, config: PreTrainedConfig) -> bool:
-    return folder is not None and not is_packed(folder) and has_bfloat16_precision(folder, config)
+    return folder is not None and not has_packed_weights(str(folder)) and has_bfloat16_precision(folder, config)
 
 
-def hold_packed(model: PreTrainedModel, format: Format) -> None:
-    """Let a model on the meta device hold packed weights where they fit, without what depends on values."""
+def hold_packed(model: PreTrainedModel, format: Format, folder: Path | None = None) -> None:
+    """Let a model on the meta device hold packed weights where they fit, without what depends on values.
+
+    Those of a GGUF file are as they lie there.
+    """
+    lying = gguf_weights(folder, model.config, WeightFiles()) if folder is not None and is_gguf(folder) else {}
     for names in names_by_weight(model).values():
         weight, transposed = model.get_parameter(names[0]), is_transposed(model, names)
+        located = next((found for name in names if isinstance(found := lying.get(name), StoredWeight)), None)
+        if located is not None and located.format is not None:
+            empty = located.format.empty(located.shape, weight.device)
+            set_weight(model, names, located.format.parameter(empty, located.dtype, located.transposed))
+            continue
         laid_out = weight.mT if transposed else weight
         if transposed is not None and format.takes(laid_out):
             empty = format.empty(laid_out.shape, weight.device)
@@ -219,7 +229,8 @@ def _profile(place: str, class_name: str, format: Format | None) -> Profile | No
             classes.add(Profile.load(file).setting.model)
     if class_name not in classes:
         return None
-    model = load_checkpoint(place).model if format is None else load_packed(place, format.name, None, None)
+    weights = None if format is None or has_packed_weights(place) else format.name
+    model = load_checkpoint(place).model if format is None else load_packed(place, weights, None, None)
     return find_profile(Setting.of(model))
 
 
