@@ -376,10 +376,13 @@ class SharedCache(Cache):
         )
 
     def write(self, parts: Sequence[Tensor], width: int) -> None:
-        """Write what a recorded pass left for slots on the host: parts of each layer in turn, of its first tokens."""
+        """Write the first tokens that a recorded pass left for slots on the host: parts of each layer in turn."""
         count = len(LAYERS[self.kept].names)
         for number, layer in enumerate(self._slotted):
-            layer.write_parts([part[:, :, :width] for part in parts[count * number : count * (number + 1)]])
+            own = parts[count * number : count * (number + 1)]
+            # Some layers may not have run.
+            if own[0].numel():
+                layer.write_parts([part[:, :, :width] for part in own])
 
     def attention_mask(
         self,

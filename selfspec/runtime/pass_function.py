@@ -126,7 +126,7 @@ class PassFunction:
         positions = slots.positions if self.takes_positions else None
         inputs = {self.cache_name: cache, **model_inputs(parts.tokens, positions, mask)}
         result = run_view(self.view, self.kind.base, parts.entering, inputs, source)
-        return replace(result, written=tuple(own.written)) if own.written else result
+        return replace(result, written=own.written)
 
     def _parted(self, tensors: tuple[Tensor, ...]) -> PassTensors:
         tokens, slot_mapping, positions, visible, *rest = tensors
@@ -213,15 +213,25 @@ class SlotCache(Cache):
         self._layer, self._buffers = layer, tuple(zip(*parts, strict=True))
         self._padded = padded
         self._attended = slots.attended
-        self.written: list[Tensor] = []
+        self._written: dict[int, list[Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values, `[batch, heads, width, head_dim]`; return all that the pass may see."""
-        written = zip(self._buffers[layer_idx], self._layer.kept(key_states, value_states), strict=True)
-        seen = [self._updated(buffer, states) for buffer, states in written]
+        buffers, kept = self._buffers[layer_idx], self._layer.kept(key_states, value_states)
+        if on_host(buffers[0].device) and not on_host(key_states.device):
+            self._written[layer_idx] = kept
+        seen = [self._updated(buffer, states) for buffer, states in zip(buffers, kept, strict=True)]
         return self._attended.keys_and_values(layer_idx, *self._layer.read(seen, key_states.dtype))
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """Parts of each layer in turn, empty ones of layers that did not run; none where slots are on the device."""
+        if not self._written:
+            return ()
+        empty = [self._slot_mapping.new_empty(0)] * len(self._layer.names)
+        return tuple(part for layer in range(len(self._buffers)) for part in self._written.get(layer, empty))
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of slots before the pass's tokens; a tensor if only the device knows it."""
@@ -239,7 +249,6 @@ class SlotCache(Cache):
 
     def _updated(self, buffer: Tensor, states: Tensor) -> Tensor:
         if on_host(buffer.device) and not on_host(states.device):
-            self.written.append(states)
             buffer = from_host(buffer, self._visible.shape[0], states.device)
         slots = self._slot_mapping.to(buffer.device)
         if slots.shape[0] == 1:
