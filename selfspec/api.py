@@ -144,11 +144,14 @@ def load(
     each layer's weights when it needs them, from the disk or, on a GPU, from the host's memory, while the next ones
     load. Rounded copies of the streamed layers stay in memory and draft, so that one pass verifies many tokens.
 
+    What another library quantised stays in its bytes where kernels read them, which `weights=None` asks for.
+
     Packed weights, see docs/planes.md, take three quarters of the bytes of bfloat16, and a draft that takes none. With
     both, the upper plane of a layer may stay and draft, and a target pass gets the lower one: a quarter of the bits.
 
     Args:
-        path: a folder with safetensors files, or one of `selfspec pack`, whose weights stay packed.
+        path: a folder with safetensors files, or one of `selfspec pack` or a quantising library (compressed-tensors in
+            4 or 8 bits), whose weights stay packed.
         memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: there
             is no budget.
         weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32; within a

@@ -163,7 +163,7 @@ class ModelOptions(MachineOptions):
         from selfspec.model.checkpoint import load_tokenizer
         from selfspec.placement.packed import has_packed_weights, load_packed
 
-        if self.weights is None and not has_packed_weights(self.place):
+        if self.weights is None and not has_packed_weights(self.place, self.device):
             return load_checkpoint(self.place, self.dtype, self.device)
         return Checkpoint(load_packed(self.place, self.weights, self.dtype, self.device), load_tokenizer(self.place))
 

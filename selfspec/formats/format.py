@@ -44,8 +44,6 @@ class Format(ABC):
         copies: whether it packs copies of any weight, to draft with. Else it keeps a model's own, or reads them.
         compensates: whether `pack_for` gives less error than `pack`.
         laying_out: copies of a packed weight that are in memory at once while a layer is made from it.
-        program_products: operators, `selfspec::name(states, weight, factors)`, whose products native programs run, with
-            the number by which `program.cpp` knows the weight.
     """
 
     name: ClassVar[str]
@@ -60,7 +58,6 @@ class Format(ABC):
     copies: ClassVar[bool] = True
     compensates: ClassVar[bool] = False
     laying_out: ClassVar[int] = 1
-    program_products: ClassVar[Mapping[str, int]] = {}
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in asdict(self).items())

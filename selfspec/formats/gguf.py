@@ -97,9 +97,6 @@ class Gguf(Format):
     exact = True
     copies = False
     packs = False
-    program_products: ClassVar[dict[str, int]] = {
-        native.name_of_blocks(kind): each.number for kind, each in BLOCKS.items()
-    }
 
     kind: str = "Q8_0"
     heads: int = 0

@@ -129,7 +129,6 @@ class Int4(Rounded):
     layer: ClassVar[type[Int4Linear]] = Int4Linear
     compensates = True
     laying_out = 2
-    program_products: ClassVar[dict[str, int]] = {"few_rows_in_four_bits": 3}
 
     group_size: int = 32
 

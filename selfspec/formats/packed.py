@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.kernels import native
+from selfspec.kernels.crossover import crossover
+
+# Weights that are joined at once where rows are many: larger blocks come from the system anew, a page after the other.
+_PANEL_ON_CPU = 120_000
 
 
 class UnsupportedWeightError(RuntimeError):
@@ -81,6 +87,70 @@ class PackedLinear(nn.Module, ABC):
         if product.dtype != states.dtype:
             product = product.to(states.dtype)
         return product if self.bias is None else product + self.bias
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Holds what `selfspec.kernels.native.few_rows_packed` reads a weight by, as its arguments describe it."""
+
+    weight: Tensor
+    parts: tuple[Tensor | None, ...]
+    format: int
+    setting: int = 0
+
+    @property
+    def all(self) -> tuple[Tensor, tuple[Tensor | None, ...], int, int]:
+        """The arguments, in their order."""
+        return self.weight, self.parts, self.format, self.setting
+
+
+class KernelLinear(PackedLinear):
+    """Multiplies few rows by a kernel for the packed weight, and many by the dense weight, in panels.
+
+    With few rows it gives the bits of `selfspec.kernels.native.few_rows` by the dense weight in float32.
+    """
+
+    @property
+    @abstractmethod
+    def operands(self) -> Operands:
+        """What the kernel reads."""
+
+    @abstractmethod
+    def decoded(self, numbers: Tensor) -> Tensor:
+        """Compute rows of the dense weight, `[numbers, in]`, without a kernel."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether kernels run where the weight is."""
+        return self.operands.weight.device.type == "cpu" and native.available()
+
+    def product(self, states: Tensor) -> Tensor:
+        rows = states.numel() // self.in_features
+        is_float = self.dtype != torch.float64
+        most = crossover().rows(self.dtype, self.in_features) if self.is_native and is_float else 0
+        if rows > most or torch.is_autocast_enabled("cpu"):
+            return self._of_many(states)
+        held = (*self.operands.all, self.in_features)
+        return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)
+
+    def _of_many(self, states: Tensor) -> Tensor:
+        if self.dtype != torch.bfloat16 or not self.is_native:
+            return functional.linear(states, self.join())
+        # In float32 torch gives other bits for fewer outputs.
+        panels = some_rows(self.weight, _PANEL_ON_CPU)
+        ids = torch.arange(self.out_features)
+        return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
+
+    def join(self) -> Tensor:
+        return self.rows_of(torch.arange(self.out_features, device=self.operands.weight.device))
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        if not self.is_native:
+            return self.decoded(ids.flatten()).to(self.dtype).reshape(*ids.shape, self.in_features).contiguous()
+        made = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        found = native.rows_packed(ids, *self.operands.all, self.in_features, made)
+        # As one operation also where a graph is made.
+        return found if made == self.dtype else torch.ops.aten._to_copy(found, dtype=self.dtype)
 
 
 class PackedStack(nn.Module):

@@ -21,10 +21,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedLinear, UnsupportedWeightError, dense, fixed, some_rows
+from selfspec.formats.packed import (
+    KernelLinear,
+    Operands,
+    Packed,
+    PackedLinear,
+    UnsupportedWeightError,
+    dense,
+    fixed,
+    some_rows,
+)
 from selfspec.formats.rounding import Kernels, in_rows, kernels_of
 from selfspec.kernels import native
-from selfspec.kernels.crossover import crossover
 
 BLOCK = native.PLANES_BLOCK
 # Octaves that codes of a row have.
@@ -37,59 +45,33 @@ _MOST_ESCAPES = 0.1
 _AT_ONCE = 1 << 20
 # Weights that are joined at once where rows are many: they stay in a device's cache.
 _PANEL = 1 << 23
-# The same on a CPU: larger blocks come from the system anew each time, a page after the other.
-_PANEL_ON_CPU = 120_000
 
 
-class PlanesLinear(PackedLinear):
+class PlanesLinear(KernelLinear):
     """Multiplies by a weight in planes, to the last bit as `selfspec.kernels.native.few_rows` by the dense weight."""
 
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(packed, bias, dtype)
         self.upper, self.lower, self.rows, self.escapes = (fixed(packed[part]) for part in Planes.parts)
 
+    @property
+    def operands(self) -> Operands:
+        return Operands(self.upper, (self.lower, self.rows, self.escapes), native.PLANES)
+
     def product(self, states: Tensor) -> Tensor:
         if kernels_of(self.upper.device) is Kernels.TRITON:
             return by_triton(states, self.rows_of, self.upper, self.rows, self.lower, self.escapes)
-        rows = states.numel() // self.in_features
-        is_float = self.dtype != torch.float64
-        most = crossover().rows(self.dtype, self.in_features) if self._is_native and is_float else 0
-        if rows > most or torch.is_autocast_enabled("cpu"):
-            return self._of_many(states)
-        return native.few_rows_in_planes(states, self.upper, self.lower, self.rows, self.escapes)
-
-    def _of_many(self, states: Tensor) -> Tensor:
-        if self.dtype != torch.bfloat16 or not self._is_native:
-            return functional.linear(states, self.join())
-        # In float32 torch gives other bits for fewer outputs.
-        panels = some_rows(self.weight, _PANEL_ON_CPU)
-        ids = torch.arange(self.out_features)
-        return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
-
-    def join(self) -> Tensor:
-        return self.rows_of(torch.arange(self.out_features, device=self.upper.device))
+        return super().product(states)
 
     def rows_of(self, ids: Tensor) -> Tensor:
         if kernels_of(self.upper.device) is Kernels.TRITON:
             return rows_by_triton(self, ids, self.upper, self.rows, self.lower, self.escapes)
-        if self._is_native:
-            parts = (self.upper, self.lower, self.rows, self.escapes)
-            made = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-            found = native.rows_of_planes(ids, *parts, self.in_features, made)
-            if made == self.dtype:
-                return found
-            # As one operation also where a graph is made.
-            rounded: Tensor = torch.ops.aten._to_copy(found, dtype=self.dtype)
-            return rounded
-        numbers = ids.flatten()
+        return super().rows_of(ids)
+
+    def decoded(self, numbers: Tensor) -> Tensor:
         bits = joined(self.upper[numbers], self.lower[numbers], self.rows[0][numbers])
         _put_escapes(bits, numbers, self.rows[1], self.escapes)
-        found = in_order(bits)[:, : self.in_features].to(self.dtype)
-        return found.reshape(*ids.shape, self.in_features).contiguous()
-
-    @property
-    def _is_native(self) -> bool:
-        return self.upper.device.type == "cpu" and native.available()
+        return in_order(bits)[:, : self.in_features]
 
 
 def by_triton(states: Tensor, join: Callable[[Tensor], Tensor], upper: Tensor, *parts: Tensor) -> Tensor:
@@ -136,7 +118,6 @@ class Planes(Format):
     layer: ClassVar[type[PlanesLinear]] = PlanesLinear
     exact = True
     copies = False
-    program_products: ClassVar[dict[str, int]] = {"few_rows_in_planes": native.PLANES}
 
     def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
         if not self.fits(shape):

@@ -28,7 +28,8 @@ class UpperLinear(PackedLinear):
         if kernels_of(self.upper.device) is Kernels.TRITON:
             return by_triton(states, self.rows_of, self.upper, self.rows)
         if self.upper.device.type == "cpu" and native.available():
-            return native.few_at_a_time(lambda some: native.few_rows_in_upper(some, self.upper, self.rows), states)
+            held = (self.upper, (self.rows,), native.UPPER, 0, self.in_features)
+            return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)
         return functional.linear(states, self.join())
 
     def join(self) -> Tensor:
@@ -54,7 +55,6 @@ class Upper(Format):
     parts = ("upper", "rows")
     layer: ClassVar[type[UpperLinear]] = UpperLinear
     copies = False
-    program_products: ClassVar[dict[str, int]] = {"few_rows_in_upper": native.UPPER}
 
     def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
         return Packed(torch.Size(shape), {})

@@ -6,8 +6,10 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "lanes.h"
 #include "numbers.h"
@@ -330,6 +332,26 @@ struct BlocksProduct {
       }
     }
     put_tile(*this, first, sums, static_cast<const float*>(nullptr));
+  }
+};
+
+// What a weight is read by.
+template <typename Type>
+struct Weight {
+  static constexpr bool kJoined = true;
+
+  const uint8_t* bytes;
+  int64_t in;
+
+  static int64_t padded(int64_t in) { return in; }
+  void take(int64_t row, float* to) const { take_row<Type>(bytes + row * bytes_of<Type>(in), in, to); }
+  void take(int64_t row, uint16_t* to) const {
+    std::vector<float> found(in);
+    take(row, found.data());
+    std::transform(found.begin(), found.end(), to, BFloat16::stored);
+  }
+  BlocksProduct<Type> product(const float* x, float* y, const float* bias, const float* residual, int64_t out) const {
+    return {x, bytes, y, bias, residual, in, out};
   }
 };
 

@@ -14,12 +14,12 @@ import math
 import os
 import platform
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,8 +97,14 @@ class Kind(IntEnum):
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4, torch.float16: 7}
 """Numbers of dtypes in `program.cpp`: bytes hold two weights in 4 bits."""
 
-FLOAT_COLUMNS, FLOAT64, PLANES, UPPER = 5, 6, 8, 9
-"""Numbers there of a float32 weight that lies as `[in, out]`, of a product in float64, of planes and the upper one."""
+FLOAT_COLUMNS, FLOAT64 = 5, 6
+"""Numbers there of a float32 weight that lies as `[in, out]`, and of a product in float64."""
+
+FOUR_BITS, PLANES, UPPER, GROUPS = 3, 8, 9, 10
+"""Numbers there of formats: 4 bits of drafts, planes and the upper one, groups of a quantised checkpoint."""
+
+PARTS = 3
+"""How many parts of a weight its format may have beside the first."""
 
 Words = ctypes.Array[ctypes.c_int64]
 """Words of 64 bits."""
@@ -252,42 +258,62 @@ def few_rows(
 
 def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
     """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, as `few_rows` does."""
-    return _by(_multiply_in_four_bits, torch.ops.selfspec.few_rows_in_four_bits, states, weight, factors)
-
-
-def few_rows_in_planes(states: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor) -> Tensor:
-    """Multiply as `few_rows` does, to the last bit, with a weight in the parts of `selfspec.formats.planes`."""
-    return _by(_multiply_in_planes, torch.ops.selfspec.few_rows_in_planes, states, weight, lower, rows, escapes)
-
-
-def few_rows_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    """Multiply at most `MOST_ROWS` rows with the upper plane of a weight, half a step added."""
-    return _by(_multiply_in_upper, torch.ops.selfspec.few_rows_in_upper, states, weight, rows)
-
-
-def name_of_blocks(kind: str) -> str:
-    """Return the name of the operator that multiplies by blocks of a type."""
-    return f"few_rows_in_{kind.lower()}"
+    if weight.dtype != torch.uint8:
+        raise RuntimeError("few_rows_in_four_bits: bytes alone")
+    inputs = weight.shape[1] * GROUP_SIZE // 20
+    return few_rows_packed(states, weight, (), FOUR_BITS, 0, inputs, factors)
 
 
 def few_rows_in_blocks(states: Tensor, weight: Tensor, kind: str) -> Tensor:
     """Multiply as `few_rows` by floats does, to the last bit, with a weight in blocks, `[out, bytes of a row]`."""
-    return _by(partial(_multiply_in_blocks, kind), getattr(torch.ops.selfspec, name_of_blocks(kind)), states, weight)
+    block = BLOCKS[kind]
+    return few_rows_packed(states, weight, (), block.number, 0, weight.shape[1] // block.nbytes * block.weights)
 
 
 def rows_of_blocks(ids: Tensor, weight: Tensor, kind: str, inputs: int) -> Tensor:
     """Read rows of a weight in blocks, `[..., inputs]` in float32, by numbers `[...]`; NaN: there is no such row."""
-    return _by(_read_blocks, torch.ops.selfspec.rows_of_blocks, ids, weight, BLOCKS[kind].number, inputs)
+    return rows_packed(ids, weight, (), BLOCKS[kind].number, 0, inputs, torch.float32)
 
 
-def rows_of_planes(
-    ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int, dtype: torch.dtype
+def few_rows_packed(
+    states: Tensor,
+    weight: Tensor,
+    parts: Sequence[Tensor | None],
+    format: int,
+    setting: int,
+    inputs: int,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Read rows of a weight in planes, `[..., inputs]`, by numbers `[...]`; NaN: there is no such row.
+    """Multiply at most `MOST_ROWS` rows, `[..., inputs]` to `[..., out]`, with a packed weight on the CPU.
 
-    `dtype` is float32 or bfloat16.
+    Args:
+        states: the rows, first multiplied by `factors`, `[inputs]` in float32, where there are any.
+        weight: the first part, `[out, ...]`.
+        parts: at most `PARTS` more; each is read as it lies.
+        format: its number in `program.cpp`, which knows what the parts mean.
+        setting: a number to which the format gives a meaning.
+        inputs: of the weight.
+        factors: of the inputs.
     """
-    return _by(_read_rows, torch.ops.selfspec.rows_of_planes, ids, weight, lower, rows, escapes, inputs, dtype)
+    return _by(
+        _multiply_packed, torch.ops.selfspec.few_rows_packed, states, weight, parts, format, setting, inputs, factors
+    )
+
+
+def rows_packed(
+    ids: Tensor,
+    weight: Tensor,
+    parts: Sequence[Tensor | None],
+    format: int,
+    setting: int,
+    inputs: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Read rows of a packed weight, `[..., inputs]`, by numbers `[...]`; NaN: there is no such row.
+
+    `dtype` is float32 or bfloat16; the rest is as in `few_rows_packed`.
+    """
+    return _by(_read_rows, torch.ops.selfspec.rows_packed, ids, weight, parts, format, setting, inputs, dtype)
 
 
 def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
@@ -392,68 +418,67 @@ def _multiply(
     if not weight.is_contiguous():
         raise RuntimeError("few_rows: the weight is not contiguous")
     number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
-    return _product(states, number, weight, {"scales": scales, "bias": bias, "factors": factors})
+    held = {"bias": bias, "factors": factors}
+    return _product(states, number, weight, held, parts=[None if scales is None else _read(scales, torch.float32)])
 
 
-def _multiply_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None) -> Tensor:
-    if weight.dim() != 2 or not states.dim() or states.shape[-1] * 20 != weight.shape[1] * GROUP_SIZE:
-        raise RuntimeError("few_rows_in_four_bits: sizes do not match")
-    if not weight.is_contiguous() or weight.dtype != torch.uint8:
-        raise RuntimeError("few_rows_in_four_bits: contiguous bytes alone")
-    return _product(states, NUMBERS[torch.uint8], weight, {"factors": factors})
+def _multiply_packed(
+    states: Tensor,
+    weight: Tensor,
+    parts: Sequence[Tensor | None],
+    format: int,
+    setting: int,
+    inputs: int,
+    factors: Tensor | None,
+) -> Tensor:
+    if weight.dim() != 2 or not states.dim() or states.shape[-1] != inputs:
+        raise RuntimeError("few_rows_packed: sizes do not match")
+    _check_contiguous(weight, parts)
+    return _product(states, format, weight, {"factors": factors}, parts, setting)
 
 
-def _multiply_in_planes(states: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor) -> Tensor:
-    _check_planes(states, weight)
-    return _product(states, PLANES, weight, {"lower": lower, "rows": rows, "escapes": escapes})
-
-
-def _multiply_in_upper(states: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    _check_planes(states, weight)
-    return _product(states, UPPER, weight, {"rows": rows})
-
-
-def _multiply_in_blocks(kind: str, states: Tensor, weight: Tensor) -> Tensor:
-    block = BLOCKS[kind]
-    if weight.dim() != 2 or not states.dim() or states.shape[-1] * block.nbytes != weight.shape[1] * block.weights:
-        raise RuntimeError("blocks: sizes do not match")
-    if not weight.is_contiguous() or weight.dtype != torch.uint8:
-        raise RuntimeError("blocks: contiguous bytes alone")
-    return _product(states, block.number, weight, {})
-
-
-def _check_planes(states: Tensor, weight: Tensor) -> None:
-    if weight.dim() != 2 or not states.dim() or -(-states.shape[-1] // PLANES_BLOCK) * PLANES_BLOCK != weight.shape[1]:
-        raise RuntimeError("planes: sizes do not match")
-    if not weight.is_contiguous() or weight.dtype != torch.uint8:
-        raise RuntimeError("planes: contiguous bytes alone")
+def _check_contiguous(weight: Tensor, parts: Sequence[Tensor | None]) -> None:
+    if not all(each is None or each.is_contiguous() for each in (weight, *parts)):
+        raise RuntimeError("packed weights are contiguous")
 
 
 def _read_rows(
-    ids: Tensor, weight: Tensor, lower: Tensor, rows: Tensor, escapes: Tensor, inputs: int, dtype: torch.dtype
+    ids: Tensor,
+    weight: Tensor,
+    parts: Sequence[Tensor | None],
+    format: int,
+    setting: int,
+    inputs: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return _rows(ids, PLANES, (weight, lower, rows, escapes), inputs, dtype)
-
-
-def _read_blocks(ids: Tensor, weight: Tensor, number: int, inputs: int) -> Tensor:
-    return _rows(ids, number, (weight, None, None, None), inputs, torch.float32)
-
-
-def _rows(
-    ids: Tensor, number: int, held: tuple[Tensor, *tuple[Operand, ...]], inputs: int, dtype: torch.dtype
-) -> Tensor:
+    _check_contiguous(weight, parts)
     found = torch.empty(*ids.shape, inputs, dtype=dtype)
     numbers = ids.to(torch.int64).contiguous()
-    sizes = (number, held[0].shape[0], inputs, numbers.numel(), NUMBERS[dtype])
-    run_one(Kind.EMBED, (*sizes, *held, numbers, found), _threads(found.numel()))
+    sizes = (format, weight.shape[0], inputs, numbers.numel(), NUMBERS[dtype], setting)
+    run_one(Kind.EMBED, (*sizes, weight, *all_parts(parts, None), numbers, found), _threads(found.numel()))
     return found
 
 
-HELD = ("scales", "bias", "residual", "factors", "lower", "rows", "escapes")
-"""Names of the operands of a product beside states and weight, in the order of `program.cpp`; any may be missing."""
+_Each = TypeVar("_Each")
 
 
-def _product(states: Tensor, number: int, weight: Tensor, held: Mapping[str, Tensor | None]) -> Tensor:
+def all_parts(parts: Sequence[_Each], missing: _Each) -> list[_Each]:
+    """Return as many operands as `program.cpp` reads for the parts of a weight behind its first."""
+    return [*parts, *[missing] * (PARTS - len(parts))]
+
+
+HELD = ("bias", "residual", "factors")
+"""Names of the operands of a product behind the parts of its weight, in the order of `program.cpp`; any may miss."""
+
+
+def _product(
+    states: Tensor,
+    number: int,
+    weight: Tensor,
+    held: Mapping[str, Tensor | None],
+    parts: Sequence[Tensor | None] = (),
+    setting: int = 0,
+) -> Tensor:
     """Multiply with a weight of a number in `program.cpp`; its first size is that of the outputs."""
     shape = states.shape
     inputs, outputs = shape[-1], weight.shape[0]
@@ -462,9 +487,9 @@ def _product(states: Tensor, number: int, weight: Tensor, held: Mapping[str, Ten
         raise RuntimeError(f"few_rows: at most {MOST_ROWS} rows")
     dtype = torch.float64 if number == FLOAT64 else torch.float32
     found = torch.empty(*shape[:-1], outputs, dtype=dtype)
-    others = [held.get(name) for name in HELD]
-    read = (each if each is None or not each.is_floating_point() else _read(each, dtype) for each in others)
-    operands = (number, rows, inputs, outputs, _read(states, dtype), weight, *read, found)
+    others = (_read(held.get(name), dtype) for name in HELD)
+    sizes = (number, rows, inputs, outputs, setting)
+    operands = (*sizes, _read(states, dtype), weight, *all_parts(parts, None), *others, found)
     run_one(Kind.PRODUCT, operands, _threads(rows * inputs * outputs))
     return found if states.dtype == dtype else found.to(states.dtype)
 
@@ -505,13 +530,9 @@ def _multiplied(states: Tensor, weight: Tensor, *_: object) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
-def _read_out(ids: Tensor, *planes: Any) -> Tensor:
-    *_, inputs, dtype = planes
+def _read_out(ids: Tensor, *table: Any) -> Tensor:
+    *_, inputs, dtype = table
     return ids.new_empty(*ids.shape, inputs, dtype=dtype)
-
-
-def _blocks_read_out(ids: Tensor, _: Tensor, __: int, inputs: int) -> Tensor:
-    return ids.new_empty(*ids.shape, inputs, dtype=torch.float32)
 
 
 def _normed(states: Tensor, *_: object) -> Tensor:
@@ -523,29 +544,16 @@ def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor
     return queries.new_empty(batch, tokens, heads, size)
 
 
-_PARTS = "Tensor weight, Tensor lower, Tensor rows, Tensor escapes"
+_PACKED = "Tensor weight, Tensor?[] parts, int format, int setting, int inputs"
 _OF_PRODUCT = "(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? factors) -> Tensor"
 # What graphs hold: what each gives on the CPU, and its shape.
-_OPERATORS: tuple[tuple[str, str, Callable[..., Tensor], Callable[..., Tensor]], ...] = (
+for _name, _of, _kernel, _shape in (
     ("few_rows", _OF_PRODUCT, _multiply, _multiplied),
-    (
-        "few_rows_in_four_bits",
-        "(Tensor x, Tensor weight, Tensor? factors) -> Tensor",
-        _multiply_in_four_bits,
-        _multiplied,
-    ),
-    ("few_rows_in_planes", f"(Tensor x, {_PARTS}) -> Tensor", _multiply_in_planes, _multiplied),
-    ("few_rows_in_upper", "(Tensor x, Tensor weight, Tensor rows) -> Tensor", _multiply_in_upper, _multiplied),
-    ("rows_of_planes", f"(Tensor ids, {_PARTS}, int inputs, ScalarType dtype) -> Tensor", _read_rows, _read_out),
-    ("rows_of_blocks", "(Tensor ids, Tensor weight, int number, int inputs) -> Tensor", _read_blocks, _blocks_read_out),
-    *(
-        (name_of_blocks(kind), "(Tensor x, Tensor weight) -> Tensor", partial(_multiply_in_blocks, kind), _multiplied)
-        for kind in BLOCKS
-    ),
+    ("few_rows_packed", f"(Tensor x, {_PACKED}, Tensor? factors) -> Tensor", _multiply_packed, _multiplied),
+    ("rows_packed", f"(Tensor ids, {_PACKED}, ScalarType dtype) -> Tensor", _read_rows, _read_out),
     ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize, _normed),
     ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend, _attended),
-)
-for _name, _of, _kernel, _shape in _OPERATORS:
+):
     torch.library.define(f"selfspec::{_name}", _of)
     torch.library.impl(f"selfspec::{_name}", "cpu", _kernel)
     torch.library.register_fake(f"selfspec::{_name}", _shape)

@@ -20,8 +20,12 @@
 
 constexpr int kBlockOfPlanes = 64;
 
+template <bool Whole>
+struct PlanesProduct;
+
 // What the planes of a weight are read by.
 struct Planes {
+  static constexpr bool kJoined = true;
   using Floats = Lanes<float, kLanes<float>>::Vector;
   static constexpr int kVectors = kBlockOfPlanes / kLanes<float>;
   static constexpr int kPairs = kVectorBytes / 2;  // numbers of 16 bits in a register
@@ -35,6 +39,8 @@ struct Planes {
   int64_t in;
 
   static int64_t blocks_of(int64_t in) { return (in + kBlockOfPlanes - 1) / kBlockOfPlanes; }
+  static int64_t padded(int64_t in) { return blocks_of(in) * kBlockOfPlanes; }
+  PlanesProduct<true> product(const float* x, float* y, const float* bias, const float* residual, int64_t out) const;
 
   // Bytes in 16 bits each, their signs in the upper ones.
   static inline Shorts widened(const uint8_t* bytes) {
@@ -250,5 +256,22 @@ struct PlanesProduct {
     float scales[Outputs];
     for (int output = 0; output < Outputs; ++output) scales[output] = Whole ? 1 : weight.scale(first + output);
     put_tile(*this, first, sums, Whole ? nullptr : scales);
+  }
+};
+
+inline PlanesProduct<true> Planes::product(const float* x, float* y, const float* bias, const float* residual,
+                                           int64_t out) const {
+  return {x, *this, y, bias, residual, blocks_of(in), out};
+}
+
+// The upper plane alone.
+struct UpperPlane {
+  static constexpr bool kJoined = false;
+
+  Planes planes;
+
+  static int64_t padded(int64_t in) { return Planes::padded(in); }
+  PlanesProduct<false> product(const float* x, float* y, const float* bias, const float* residual, int64_t out) const {
+    return {x, planes, y, bias, residual, Planes::blocks_of(planes.in), out};
   }
 };

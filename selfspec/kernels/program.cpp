@@ -21,6 +21,7 @@
 #include "eight_bits.h"
 #include "four_bits.h"
 #include "functions.h"
+#include "groups.h"
 #include "maps.h"
 #include "numbers.h"
 #include "planes.h"
@@ -34,8 +35,9 @@ enum class Kind : int64_t {
   kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed, kAttendAlone, kRoundSlots, kChoose
 };
 enum class Dtype : int64_t {
-  kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16, kPlanes, kUpper
+  kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16, kPlanes, kUpper, kGroups
 };
+
 // Types of GGUF's blocks are 100 more than its own numbers.
 enum class BlockType : int64_t {
   kQ4_0 = 102, kQ4_1 = 103, kQ5_0 = 106, kQ5_1 = 107, kQ8_0 = 108, kQ4_K = 112, kQ5_K = 113, kQ6_K = 114
@@ -119,24 +121,106 @@ struct Worker : Member {
   Room inputs, room;
 };
 
-// Planes as operands: the lower one, what the rows have, `[2, out]`, which is their bases and then the ends of their
-// escapes, and the escapes.
-Planes planes_of(Words& words, const void* upper, int64_t in, int64_t out) {
-  const auto* lower = words.operand<const uint8_t>();
-  const auto* rows = words.operand<const int32_t>();
-  return {static_cast<const uint8_t*>(upper), lower, rows, rows + out, words.operand<const uint32_t>(), in};
+// The operands of a packed weight: its first part, a number that its format gives a meaning, and further parts or null.
+struct PackedOperands {
+  static constexpr int kParts = 3;
+
+  int64_t in;
+  int64_t out;
+  int64_t setting;
+  const void* first;
+  const void* parts[kParts];
+
+  void take_parts(Words& words) {
+    for (auto& each : parts) each = words.operand<const void>();
+  }
+  template <typename Number>
+  const Number* part(int number) const {
+    return static_cast<const Number*>(parts[number]);
+  }
+};
+
+// Planes: the lower one, what the rows have, `[2, out]`, which is their bases and then the ends of their escapes, and the
+// escapes. Of the upper one alone: what the rows have.
+Planes planes_of(const PackedOperands& of, const uint8_t* lower, const int32_t* rows, const uint32_t* escapes) {
+  return {static_cast<const uint8_t*>(of.first), lower, rows, rows + of.out, escapes, of.in};
 }
 
-// kProduct: dtype of the weight, rows, in, out, x, weight, scales, bias, residual, factors of the inputs, planes, y: in
-// float32, or all in float64, without factors.
+// Groups: scales, and zeros or null. The setting is the kind of codes, and 8 bits further that of the scales, then in 24
+// bits the inputs of a group, and its outputs.
+template <typename Work>
+bool with_groups(const PackedOperands& of, const Work& work) {
+  const auto read_by = [&](auto code) {
+    work(groups::Weight<decltype(code)>{static_cast<const uint8_t*>(of.first), of.parts[0], of.part<uint32_t>(1),
+                                        static_cast<groups::Scale>(of.setting >> 8 & 0xff), of.in,
+                                        of.setting >> 16 & 0xffffff, of.setting >> 40});
+    return true;
+  };
+  switch (of.setting & 0xff) {
+    case 4: return read_by(groups::Integer<4>{});
+    case 8: return read_by(groups::Integer<8>{});
+    default: return false;
+  }
+}
+
+// Calls `work` with what reads a packed weight, and returns whether there is a format of this number. A format is
+// `padded(in)`, the inputs of a row filled up to whole blocks; `product(x, y, bias, residual, out)`, which runs by tiles
+// over inputs with zeros behind the last; and, if it is `kJoined`, `take(row, to)`, which writes the weights of a row as
+// floats or in bfloat16, as many as it has blocks for.
+template <typename Work>
+bool with_packed(Dtype dtype, const PackedOperands& of, const Work& work) {
+  switch (dtype) {
+    case Dtype::kPlanes:
+      return work(planes_of(of, of.part<uint8_t>(0), of.part<int32_t>(1), of.part<uint32_t>(2))), true;
+    case Dtype::kUpper: return work(UpperPlane{planes_of(of, nullptr, of.part<int32_t>(0), nullptr)}), true;
+    case Dtype::kGroups: return with_groups(of, work);
+    default:
+      return in_blocks(dtype, [&](auto type) {
+        work(blocks::Weight<decltype(type)>{static_cast<const uint8_t*>(of.first), of.in});
+      });
+  }
+}
+
+// Outputs of a share, of all rows, with a packed weight.
+template <typename Weight>
+void run_packed(const Weight& weight, int64_t rows, int64_t in, int64_t out, const float* x, const float* bias,
+                const float* residual, float* y, Worker& worker, Range share) {
+  const int64_t padded = Weight::padded(in);
+  if (padded > in) {
+    float* filled = worker.inputs.of<float>(rows * padded);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::fill(std::copy_n(x + row * in, in, filled + row * padded), filled + (row + 1) * padded, 0.f);
+    }
+    x = filled;
+  }
+  if constexpr (Weight::kJoined) {
+    if (rows > kRowsOfTile) {
+      // Each weight is joined once for all rows: as many outputs as the second cache holds beside their inputs.
+      float* joined = worker.room.of<float>(kOutputsJoined * padded);
+      for (int64_t first = share.begin; first < share.end; first += kOutputsJoined) {
+        const int64_t next = std::min(first + kOutputsJoined, share.end);
+        for (int64_t output = first; output < next; ++output) weight.take(output, joined + (output - first) * padded);
+        in_tiles(Product<Plain<float>>{x, joined - first * padded, y, nullptr, bias, residual, padded, out}, rows, first,
+                 next);
+      }
+      return;
+    }
+  }
+  in_tiles(weight.product(x, y, bias, residual, out), rows, share.begin, share.end);
+}
+
+// kProduct: dtype or format of the weight, rows, in, out, the format's setting; x; the weight, or its first part, and three
+// more, of which the first of int8 is its scales; bias, residual, factors of the inputs, y: in float32, or all in float64,
+// without factors.
 void run_product(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
-  const auto [rows, in, out] = words.numbers<3>();
+  const auto [rows, in, out, setting] = words.numbers<4>();
   const float* x = words.operand<const float>();
   const void* weight = words.operand<const void>();
-  const float *scales = words.operand<const float>(), *bias = words.operand<const float>();
-  const float *residual = words.operand<const float>(), *factors = words.operand<const float>();
-  const Planes planes = planes_of(words, weight, in, out);
+  PackedOperands packed = {in, out, setting, weight, {}};
+  packed.take_parts(words);
+  const float *bias = words.operand<const float>(), *residual = words.operand<const float>();
+  const float* factors = words.operand<const float>();
   float* y = words.operand<float>();
   const Range share = worker.share(out, dtype == Dtype::kFloatColumns ? 2 * kLanes<float> : 8);
   if (share.begin == share.end) return;
@@ -147,46 +231,19 @@ void run_product(Words& words, Worker& worker) {
     }
     x = scaled;
   }
-  if ((dtype == Dtype::kPlanes || dtype == Dtype::kUpper) && in % kBlockOfPlanes) {
-    const int64_t padded = Planes::blocks_of(in) * kBlockOfPlanes;
-    float* filled = worker.inputs.of<float>(rows * padded);
-    for (int64_t row = 0; row < rows; ++row) {
-      std::fill(std::copy_n(x + row * in, in, filled + row * padded), filled + (row + 1) * padded, 0.f);
-    }
-    x = filled;
-  }
-  const auto run = [&, rows = rows](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
-  // Each weight is made a float once for all rows: as many outputs as the second cache holds beside their inputs.
-  const auto joined = [&, rows = rows, out = out](int64_t inputs, const auto& take) {
-    float* made = worker.room.of<float>(kOutputsJoined * inputs);
-    for (int64_t first = share.begin; first < share.end; first += kOutputsJoined) {
-      const int64_t next = std::min(first + kOutputsJoined, share.end);
-      for (int64_t output = first; output < next; ++output) take(output, made + (output - first) * inputs);
-      in_tiles(Product<Plain<float>>{x, made - first * inputs, y, nullptr, bias, residual, inputs, out}, rows, first, next);
-    }
+  const auto by_format = [&, rows = rows, in = in, out = out](const auto& reader) {
+    run_packed(reader, rows, in, out, x, bias, residual, y, worker, share);
   };
-  const bool is_done = in_blocks(dtype, [&, rows = rows, in = in, out = out](auto type) {
-    using Type = decltype(type);
-    const auto* bytes = static_cast<const uint8_t*>(weight);
-    if (rows <= kRowsOfTile) return run(blocks::BlocksProduct<Type>{x, bytes, y, bias, residual, in, out});
-    joined(in, [&](int64_t output, float* to) {
-      blocks::take_row<Type>(bytes + output * blocks::bytes_of<Type>(in), in, to);
-    });
-  });
-  if (is_done) return;
+  if (with_packed(dtype, packed, by_format)) return;
+  const auto run = [&, rows = rows](const auto& work) { in_tiles(work, rows, share.begin, share.end); };
   const auto in_doubles = [](const void* numbers) { return static_cast<const double*>(numbers); };
   if (dtype == Dtype::kDouble) {
     run(Product<Plain<double>>{in_doubles(x), in_doubles(weight), reinterpret_cast<double*>(y), nullptr,
                                in_doubles(bias), in_doubles(residual), in, out});
   } else if (dtype == Dtype::kFloatColumns) {
     ColumnsProduct{x, static_cast<const float*>(weight), y, bias, residual, in, out}.run(rows, share.begin, share.end);
-  } else if (dtype == Dtype::kPlanes && rows > kRowsOfTile) {
-    joined(Planes::blocks_of(in) * kBlockOfPlanes, [&](int64_t output, float* to) { planes.take(output, to); });
-  } else if (dtype == Dtype::kPlanes) {
-    run(PlanesProduct<true>{x, planes, y, bias, residual, Planes::blocks_of(in), out});
-  } else if (dtype == Dtype::kUpper) {
-    run(PlanesProduct<false>{x, planes, y, bias, residual, Planes::blocks_of(in), out});
   } else if (dtype == Dtype::kInt8) {
+    const auto* scales = packed.part<float>(0);
 #if defined(__AVX512VNNI__)
     const int64_t groups = IntegerProduct::groups_of(in);
     auto* rounded = worker.room.of<RoundedGroup>(rows * groups);
@@ -430,44 +487,38 @@ void run_map(Words& words, Worker& worker) {
   }
 }
 
-// kEmbed: dtype of the table, rows of the table, size, how many ids, dtype of y; table; planes; ids; y: floats, or where
-// planes are read in bfloat16.
+// kEmbed: dtype or format of the table, rows of the table, size, how many ids, dtype of y, the format's setting; the table,
+// or its first part, and three more; ids; y: floats, or where a packed table is read in bfloat16.
 void run_embed(Words& words, Worker& worker) {
   const auto dtype = words.kind<Dtype>();
   const auto [known, size, count] = words.numbers<3>();
   const auto made = words.kind<Dtype>();
+  const int64_t setting = words.number();
   const char* table = words.operand<const char>();
-  const Planes planes = planes_of(words, table, size, known);
+  PackedOperands packed = {size, known, setting, table, {}};
+  packed.take_parts(words);
   const auto* ids = words.operand<const int64_t>();
   float* y = words.operand<float>();
   const Range share = worker.share(count);
-  const auto rows_of_planes = [&, size = size, known = known](auto* to, auto missing) {
-    auto* whole = worker.room.of<std::remove_pointer_t<decltype(to)>>(Planes::blocks_of(size) * kBlockOfPlanes);
-    for (int64_t i = share.begin; i < share.end; ++i) {
-      if (ids[i] < 0 || known <= ids[i]) {
-        std::fill_n(to + i * size, size, missing);
-        continue;
-      }
-      planes.take(ids[i], whole);
-      std::copy_n(whole, size, to + i * size);
+  const auto by_format = [&, size = size, known = known](const auto& reader) {
+    using Weight = std::decay_t<decltype(reader)>;
+    if constexpr (Weight::kJoined) {
+      const auto rows = [&](auto* to, auto missing) {
+        auto* whole = worker.room.of<std::remove_pointer_t<decltype(to)>>(Weight::padded(size));
+        for (int64_t i = share.begin; i < share.end; ++i) {
+          if (ids[i] < 0 || known <= ids[i]) {
+            std::fill_n(to + i * size, size, missing);
+            continue;
+          }
+          reader.take(ids[i], whole);
+          std::copy_n(whole, size, to + i * size);
+        }
+      };
+      constexpr uint16_t kNaN = 0x7fc0;
+      made == Dtype::kBFloat16 ? rows(reinterpret_cast<uint16_t*>(y), kNaN) : rows(y, NAN);
     }
   };
-  constexpr uint16_t kNaN = 0x7fc0;
-  if (dtype == Dtype::kPlanes) {
-    return made == Dtype::kBFloat16 ? rows_of_planes(reinterpret_cast<uint16_t*>(y), kNaN) : rows_of_planes(y, NAN);
-  }
-  const bool is_done = in_blocks(dtype, [&, known = known, size = size](auto type) {
-    using Type = decltype(type);
-    for (int64_t i = share.begin; i < share.end; ++i) {
-      if (ids[i] < 0 || known <= ids[i]) {
-        std::fill_n(y + i * size, size, NAN);
-        continue;
-      }
-      const auto* row = reinterpret_cast<const uint8_t*>(table) + ids[i] * blocks::bytes_of<Type>(size);
-      blocks::take_row<Type>(row, size, y + i * size);
-    }
-  });
-  if (is_done) return;
+  if (with_packed(dtype, packed, by_format)) return;
   for (int64_t i = share.begin; i < share.end; ++i) {
     const bool is_known = 0 <= ids[i] && ids[i] < known;
     const Source row = {dtype, is_known ? table : nullptr, {0, 0, 0, 1}, NAN};

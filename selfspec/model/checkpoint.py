@@ -52,7 +52,9 @@ _JSON_FILES = (CONFIG, "generation_config.json", "tokenizer_config.json")
 _BAR_FROM_BYTES = 2**30
 
 
-def load_to_device(name: str, dtype: DtypeName = "auto", device: str = "auto") -> PreTrainedModel:
+def load_to_device(
+    name: str, dtype: torch.dtype | DtypeName = "auto", device: torch.device | str = "auto"
+) -> PreTrainedModel:
     """Load the model of a checkpoint, in evaluation mode, to a device."""
     place, config, folder = find_device(device), read_config(name), local_folder(name)
     if folder is not None:

@@ -22,9 +22,10 @@ from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError
 from selfspec.formats.rounding import Kernels, kernels_of
 from selfspec.kernels import native
 from selfspec.kernels.large_pages import LargePages
-from selfspec.model.checkpoint import find_device, local_folder, read_config
+from selfspec.model.checkpoint import find_device, load_to_device, local_folder, read_config
 from selfspec.model.gguf import is_gguf
 from selfspec.model.substitutes import kind_of
+from selfspec.placement.quantised import quantisation_of, why_not_read
 from selfspec.placement.skeleton import DeferredTensor, Skeleton, names_by_weight, read_dtype, set_weight, skeleton
 from selfspec.placement.stored import PAGE, StoredTensor, StoredWeight, WeightFiles, format_in, is_packed
 from selfspec.process import give_large_blocks_back
@@ -44,23 +45,31 @@ def exact_format(name: str | None) -> Format:
     return exact[name]()
 
 
-def has_packed_weights(name: str) -> bool:
-    """Return whether a checkpoint is a folder of `selfspec pack` or a GGUF file."""
+def has_packed_weights(name: str, device: torch.device | str = "auto") -> bool:
+    """Return whether a checkpoint's weights stay in their bytes: those of a folder of `selfspec pack` or a GGUF file.
+
+    And, where the CPU computes, those that another library quantised so that kernels read them.
+    """
     folder = local_folder(name)
-    return folder is not None and (is_packed(folder) or is_gguf(folder))
+    if folder is None or is_packed(folder) or is_gguf(folder):
+        return folder is not None
+    return find_device(device).type == "cpu" and why_not_read(folder, read_config(name)) is None
 
 
 def format_of_weights(name: str, weights: str | None) -> Format | None:
-    """Return the format that weights are asked for in, or else that the files have them in; None: they are dense."""
-    place = local_folder(name)
-    if place is not None and is_gguf(place):
+    """Return the format that weights are asked for in, or else that the files have them in.
+
+    None: none was asked for, and they are dense, or lie as another library quantised them.
+    """
+    folder = local_folder(name)
+    if folder is not None and is_gguf(folder):
         if weights is not None:
             raise UnsupportedOptionError(
                 f"weights={weights!r}: those of a GGUF file stay in its own bytes; leave weights out"
             )
         return Gguf()
-    if weights is None and has_packed_weights(name):
-        return format_in(Path(name).expanduser())
+    if weights is None and folder is not None and is_packed(folder):
+        return format_in(folder)
     return None if weights is None else exact_format(weights)
 
 
@@ -70,33 +79,40 @@ def load_packed(
     """Load the checkpoint in a folder, whose linear layers and embeddings hold packed weights; the rest is as it is.
 
     Modules stay those of `transformers` and compute the same, to the last bit; their `state_dict` has dense weights. A
-    folder of `selfspec pack` says its format, and is mapped.
+    folder of `selfspec pack` says its format, and is mapped, as are weights that another library quantised. Where no
+    kernel reads those, the model is as its library runs it.
     """
-    folder, format = local_folder(name), format_of_weights(name, weights) or exact_format(weights)
+    folder, format = local_folder(name), format_of_weights(name, weights)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
+    config, place = read_config(name), "auto" if device is None else device
+    if format is None and not has_packed_weights(name, place):
+        if quantisation_of(config) is None:
+            exact_format(weights)
+        return load_to_device(name, read_dtype(dtype) or "auto", place)
     computes = device_of(format, device)
     files = WeightFiles()
-    made = skeleton(folder, read_config(name), read_dtype(dtype), files)
+    made = skeleton(folder, config, read_dtype(dtype), files)
     # Each weight's memory, as soon as it is packed.
     give_large_blocks_back()
     _pack(made.model, format, deferred_weights(made, format), files, computes)
     return made.model
 
 
-def device_of(format: Format, device: torch.device | str | None) -> torch.device:
+def device_of(format: Format | None, device: torch.device | str | None) -> torch.device:
     """Return the device that computes with packed weights, "auto" by default; warn of one without kernels for them.
 
     UnsupportedOptionError: the format has layers for other devices alone.
     """
     found = find_device("auto" if device is None else device)
-    if not format.runs_on(found.type):
+    if format is not None and not format.runs_on(found.type):
         if device is not None and str(device) != "auto":
             raise UnsupportedOptionError(f"weights in {format.name} are multiplied on the CPU alone; leave device out")
         found = find_device("cpu")
     if kernels_of(found) is Kernels.ATEN:
         why = native.absence() if found.type == "cpu" else f"on {found} there is no Triton"
-        _LOG.warning("weights=%r takes many times as long without selfspec's kernels: %s", format.name, why)
+        named = "quantised weights" if format is None else f"weights={format.name!r}"
+        _LOG.warning("%s takes many times as long without selfspec's kernels: %s", named, why)
     return found
 
 
@@ -118,14 +134,17 @@ Given = Mapping[str, Callable[[], Tensor | StoredWeight]]
 """Weights of a model by first name, read when they are called."""
 
 
-def pack_each(model: PreTrainedModel, format: Format, weights: Given) -> Iterator[HeldWeight]:
-    """Yield the weights of a model, packed where they fit. UnsupportedModelError, at the end: none does."""
+def pack_each(model: PreTrainedModel, format: Format | None, weights: Given) -> Iterator[HeldWeight]:
+    """Yield the weights of a model, packed where they fit. UnsupportedModelError, at the end: none does.
+
+    Without a format no further ones are packed.
+    """
     packed, reason = 0, ""
     groups = [names for names in names_by_weight(model).values() if names[0] in weights]
     for names in logging.tqdm(groups, desc="Packing weights", delay=2):
         weight, transposed = weights[names[0]](), is_transposed(model, names)
         value: Tensor | Packed | StoredWeight = weight
-        if isinstance(weight, Tensor) and transposed is not None:
+        if isinstance(weight, Tensor) and transposed is not None and format is not None:
             laid_out = weight.mT if transposed else weight
             try:
                 value = format.pack(laid_out) if format.takes(laid_out) else weight
@@ -133,7 +152,7 @@ def pack_each(model: PreTrainedModel, format: Format, weights: Given) -> Iterato
                 reason = f" ({names[0]} is {error})"
         packed += value is not weight or isinstance(weight, StoredWeight)
         yield HeldWeight(names, value, weight.dtype, bool(transposed))
-    if not packed and format.packs:
+    if not packed and format is not None and format.packs:
         raise UnsupportedModelError(
             f"no weight of {type(model).__name__} fits weights={format.name!r}, which keeps linear layers, experts and "
             f"embeddings of bfloat16 precision{reason}; leave weights out, or load with dtype='bfloat16', which "
@@ -155,13 +174,15 @@ def is_transposed(model: PreTrainedModel, names: Sequence[str]) -> bool | None:
     return found.pop() if len(found) == 1 else None
 
 
-def deferred_weights(made: Skeleton, format: Format) -> Given:
+def deferred_weights(made: Skeleton, format: Format | None) -> Given:
     """Return the weights of a checkpoint that takes no memory yet; what is packed already stays where it lies."""
 
     def given(weight: DeferredTensor) -> Tensor | StoredWeight:
         packed = weight.packed
-        # Settings of a format may differ from weight to weight.
-        return packed if packed is not None and type(packed.format) is type(format) else weight.values()
+        # Settings of what is read alone may differ from weight to weight.
+        if packed is None or packed.format is None or (packed.format.packs and packed.format != format):
+            return weight.values()
+        return packed
 
     return {name: partial(given, weight) for name, weight in made.deferred.items()}
 
@@ -172,7 +193,11 @@ def pack_weights(model: PreTrainedModel, format: Format) -> None:
 
 
 def _pack(
-    model: PreTrainedModel, format: Format, weights: Given, files: WeightFiles, device: torch.device | None = None
+    model: PreTrainedModel,
+    format: Format | None,
+    weights: Given,
+    files: WeightFiles,
+    device: torch.device | None = None,
 ) -> None:
     """Pack weights, and move the model to a device; None: it stays where it is."""
     pages = LargePages()
@@ -185,6 +210,7 @@ def _pack(
             parts = {name: part.to(device) for name, part in held.value.mapped(files).items()}
             set_packed(model, held.names, held.value.parameter(parts, dtype))
         else:
+            assert format is not None
             parts = {name: pages.moved(part.to(device)) for name, part in held.value.parts.items()}
             set_packed(
                 model, held.names, format.parameter(Packed(held.value.shape, parts), held.dtype, held.transposed)
@@ -206,14 +232,18 @@ def move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def packed_on_disk(made: Skeleton, format: Format, files: WeightFiles) -> dict[str, StoredWeight]:
+def packed_on_disk(made: Skeleton, format: Format | None, files: WeightFiles) -> dict[str, StoredWeight]:
     """Locate packed weights by their first names; what no packed folder holds is packed to a file, gone with `files`.
+
+    Without a format only what lies packed is.
 
     Raises:
         UnsupportedModelError: none fits.
         StorageError: the folder of temporary files has no room.
     """
     found: dict[str, StoredWeight] = {}
+    if format is None:
+        return {name: packed for name, weight in made.deferred.items() if (packed := weight.packed) is not None}
     try:
         with NamedTemporaryFile(prefix="selfspec-", suffix=f".{format.name}") as file:
             for held in pack_each(made.model, format, deferred_weights(made, format)):

@@ -19,6 +19,12 @@ from selfspec.formats.gguf import DTYPES as GGUF_DTYPES
 from selfspec.model.checkpoint import dtype_of_index, load_model, weight_files
 from selfspec.model.gguf import is_gguf
 from selfspec.placement.gguf_file import gguf_weights
+from selfspec.placement.quantised import (
+    UnknownQuantisationError,
+    quantisation_of,
+    quantised_weights,
+    without_quantisation,
+)
 from selfspec.placement.stored import StoredWeight, WeightFiles, is_packed, packed_weights, stored_tensors
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -97,11 +103,15 @@ class DeferredTensor(Tensor):
 
     @property
     def packed(self) -> StoredWeight | None:
-        """The packed weight in a file that this tensor has the values of; None: there is none, or a cast rounds it."""
+        """The packed weight in a file that this tensor has the values of; None: there is none, or a cast rounds it.
+
+        What is quantised already stays as it is in any dtype.
+        """
         where = self.stored
-        if where is None or where.format is None or torch.promote_types(where.dtype, self.dtype) != self.dtype:
+        if where is None or where.format is None:
             return None
-        return where
+        rounds = where.format.packs and torch.promote_types(where.dtype, self.dtype) != self.dtype
+        return None if rounds else where
 
     @property
     def dtype_in_files(self) -> torch.dtype:
@@ -213,6 +223,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             "weights (merge_and_unload of peft, save_pretrained), or load the checkpoint without a budget"
         )
     weights: Mapping[str, StoredWeight | Tensor]
+    quantisation = quantisation_of(config)
     if is_gguf(folder):
         if dtype not in (None, *GGUF_DTYPES):
             raise UnsupportedOptionError(
@@ -221,10 +232,12 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         weights = gguf_weights(folder, config, files)
     elif is_packed(folder):
         weights = packed_weights(folder, files)
+    elif quantisation is not None:
+        weights = _quantised(folder, config, quantisation, files)
+        config = without_quantisation(config)
     else:
-        weights = {
-            name: StoredWeight.dense(each) for name, each in stored_tensors(weight_files(folder, config)).items()
-        }
+        tensors = stored_tensors(weight_files(folder, config))
+        weights = {name: StoredWeight.dense(each) for name, each in tensors.items()}
     model = _loaded(folder, config, dtype, weights, files)
     model.config.name_or_path = str(folder)
     # As the loader does for a folder.
@@ -251,6 +264,17 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             if isinstance(buffer, DeferredTensor):
                 module._buffers[key] = buffer.values()
     return Skeleton(model.eval(), deferred, stored)
+
+
+def _quantised(
+    folder: Path, config: PreTrainedConfig, about: Mapping[str, Any], files: WeightFiles
+) -> dict[str, StoredWeight]:
+    try:
+        return quantised_weights(about, stored_tensors(weight_files(folder, config)), files)
+    except UnknownQuantisationError as error:
+        raise UnsupportedModelError(
+            f"{folder} has {error}, which no kernel reads; load it without memory= and weights=, as its library runs it"
+        ) from error
 
 
 def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:

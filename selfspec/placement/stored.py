@@ -97,7 +97,8 @@ class StoredWeight:
 
     def nbytes(self, dtype: torch.dtype, parts: Iterable[str] | None = None) -> int:
         """Count the bytes of some parts, or of all, in a model of a dtype."""
-        return sum(bytes_in_memory(self.parts[part], dtype) for part in (self.parts if parts is None else parts))
+        counted = [self.parts[part] for part in (self.parts if parts is None else parts)]
+        return sum(bytes_in_memory(part, dtype) if self.format is None else part.nbytes for part in counted)
 
     def mapped(self, files: WeightFiles) -> dict[str, Tensor]:
         """Return all parts as tensors over the mapped file."""
@@ -239,7 +240,9 @@ class WeightFiles:
                 memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             self._mapped[tensor.file] = torch.frombuffer(memory, dtype=torch.uint8)
         found = self._mapped[tensor.file][tensor.start : tensor.start + tensor.nbytes]
-        return found.view(tensor.dtype).view(tensor.shape)
+        # A file aligns its tensors no better than its header.
+        aligned = found if tensor.start % tensor.dtype.itemsize == 0 else found.clone()
+        return aligned.view(tensor.dtype).view(tensor.shape)
 
     def opened(self, file: Path) -> int:
         """Return the descriptor of a file, which may be deleted once it is open."""
@@ -300,7 +303,7 @@ class PackedMetadata:
     def kind(self, file: Path) -> Format:
         """Return the format of the weights."""
         kind = formats().get(self.format)
-        if kind is None or not kind.exact:
+        if kind is None or not kind.exact or not kind.packs:
             raise CheckpointError(f"{file} is in the format {self.format!r}, which is not known; {_AGAIN}")
         return kind()
 

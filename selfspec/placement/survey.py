@@ -201,7 +201,7 @@ def survey(
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
     before, files = source.in_use(), WeightFiles()
     made = skeleton(folder, config, dtype, files)
-    packed = {} if format is None else packed_on_disk(made, format, files)
+    packed = packed_on_disk(made, format, files)
     layers = streamable_layers(made, packed)
     return Survey(made, made.model.config.dtype, files, layers, before, context, source, packed=packed)
 

@@ -72,7 +72,7 @@ def test_products_with_weights_in_16_bits_are_those_in_float32(dtype: torch.dtyp
 def test_every_number_in_16_bits_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
     numbers = every_number(dtype)
     found = torch.empty(len(numbers))
-    sizes = (native.NUMBERS[dtype], len(numbers), 1, len(numbers), native.NUMBERS[torch.float32])
+    sizes = (native.NUMBERS[dtype], len(numbers), 1, len(numbers), native.NUMBERS[torch.float32], 0)
     given = (*sizes, numbers, None, None, None, torch.arange(len(numbers)), found)
     native.run_one(native.Kind.EMBED, given, 1)
     assert_same_bits(found, numbers.float())

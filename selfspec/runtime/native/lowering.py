@@ -6,15 +6,13 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from selfspec.formats.format import formats
-from selfspec.kernels.native import FLOAT_COLUMNS, HELD, IN_FLOAT32, MOST_ROWS, NUMBERS, PLANES, Kind
+from selfspec.kernels.native import FLOAT_COLUMNS, HELD, IN_FLOAT32, MOST_ROWS, NUMBERS, PARTS, Kind, all_parts
 from selfspec.runtime import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
@@ -147,9 +145,9 @@ class _Lowering:
             aten.gelu.default: self._activation,
             aten.addmm.default: self._product_of_columns,
             aten.mm.default: self._product_of_columns,
-            torch.ops.selfspec.few_rows.default: partial(self._product, None),
-            torch.ops.selfspec.rows_of_planes.default: self._rows_of_planes,
-            torch.ops.selfspec.rows_of_blocks.default: self._rows_of_blocks,
+            torch.ops.selfspec.few_rows.default: self._product,
+            torch.ops.selfspec.few_rows_packed.default: self._product_with_packed,
+            torch.ops.selfspec.rows_packed.default: self._rows_of_packed,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
             torch.ops.selfspec.through_copy.default: self._through_copy,
@@ -157,9 +155,6 @@ class _Lowering:
             noting.rotate: self._rotate,
             noting.gated: self._gated,
         }
-        for name, number in [each for kind in formats().values() for each in kind.program_products.items()]:
-            overloads: Any = getattr(torch.ops.selfspec, name)
-            self._handlers[overloads.default] = partial(self._product, number)
 
     def run(self) -> Lowered:
         nodes = list(self._noted.graph.nodes)
@@ -343,18 +338,33 @@ class _Lowering:
 
     # Products and norms.
 
-    def _product(self, number: int | None, node: Any) -> Value:
-        """Lower a product of `selfspec.kernels.native`, with a weight that `program.cpp` knows by a number or dtype."""
+    def _product(self, node: Any) -> Value:
+        """Lower a product of `selfspec.kernels.native` with a plain weight."""
         given = {
             argument.name: self._value(each)
             for argument, each in zip(node.target._schema.arguments, node.args, strict=False)
             if each is not None
         }
-        states, weight = given.pop("x"), given.pop("weight")
+        states, weight, scales = given.pop("x"), given.pop("weight"), given.pop("scales", None)
         if not weight.layout.is_contiguous():
             raise RecordingError("programs read weights row by row")
-        layout = NUMBERS[weight.layout.dtype] if number is None else number
-        return self._multiplied(states, weight, layout, weight.layout.shape[0], given)
+        parts = [] if scales is None else [self._contiguous(scales).place]
+        return self._multiplied(states, weight, NUMBERS[weight.layout.dtype], weight.layout.shape[0], given, parts)
+
+    def _product_with_packed(self, node: Any) -> Value:
+        of_states, of_weight, of_parts, number, setting, _, of_factors = node.args
+        weight, parts = self._of_packed(of_weight, of_parts)
+        factors = {} if of_factors is None else {"factors": self._value(of_factors)}
+        outputs = weight.layout.shape[0]
+        return self._multiplied(self._value(of_states), weight, number, outputs, factors, parts, setting)
+
+    def _of_packed(self, of_weight: Any, of_parts: Any) -> tuple[Value, list[Place]]:
+        """Return the first part of a packed weight, and where the others are: each is read as it lies."""
+        weight, *parts = (None if each is None else self._value(each) for each in (of_weight, *of_parts))
+        assert weight is not None
+        if not all(each is None or each.layout.is_contiguous() for each in (weight, *parts)):
+            raise RecordingError("programs read weights row by row")
+        return weight, [NOWHERE if each is None else each.place for each in parts]
 
     def _product_of_columns(self, node: Any) -> Value:
         *bias, states, weight = map(self._value, node.args)
@@ -366,7 +376,16 @@ class _Lowering:
         layout = NUMBERS[weight.layout.dtype] if by_rows else FLOAT_COLUMNS
         return self._multiplied(states, weight, layout, weight.layout.shape[1], {"bias": bias[0]} if bias else {})
 
-    def _multiplied(self, states: Value, weight: Value, layout: int, outputs: int, held: Mapping[str, Value]) -> Value:
+    def _multiplied(
+        self,
+        states: Value,
+        weight: Value,
+        layout: int,
+        outputs: int,
+        held: Mapping[str, Value],
+        parts: Sequence[Place] = (),
+        setting: int = 0,
+    ) -> Value:
         """Multiply with a weight that lies as `program.cpp` knows by the number `layout`."""
         states = self._contiguous(states)
         *shape, inputs = states.layout.shape
@@ -374,8 +393,9 @@ class _Lowering:
         rows = math.prod(shape)
         if rows > MOST_ROWS:
             raise RecordingError("a program multiplies few rows")
-        words: list[Word] = [layout, rows, inputs, outputs, states.place, weight.place]
-        places = {name: (self._contiguous(each) if _is_float(each) else each).place for name, each in held.items()}
+        words: list[Word] = [layout, rows, inputs, outputs, setting, states.place, weight.place]
+        words += all_parts(parts, NOWHERE)
+        places = {name: self._contiguous(each).place for name, each in held.items()}
         self._emit(Kind.PRODUCT, [*words, *(places.get(name, NOWHERE) for name in HELD), result.place], result)
         self._products[id(result.storage)] = self._operations[-1]
         return result
@@ -475,15 +495,11 @@ class _Lowering:
             raise RecordingError("programs choose whole rows")
         return self._looked_up(table, indices[0])
 
-    def _rows_of_planes(self, node: Any) -> Value:
-        *operands, size, _ = node.args
-        ids, table, *planes = map(self._value, operands)
-        return self._read_rows([PLANES, table.layout.shape[0]], size, ids, table.place, [each.place for each in planes])
-
-    def _rows_of_blocks(self, node: Any) -> Value:
-        *operands, number, size = node.args
-        ids, table = map(self._value, operands)
-        return self._read_rows([number, table.layout.shape[0]], size, ids, table.place, [NOWHERE] * 3)
+    def _rows_of_packed(self, node: Any) -> Value:
+        of_ids, of_table, of_parts, number, setting, size, _ = node.args
+        table, parts = self._of_packed(of_table, of_parts)
+        known = [number, table.layout.shape[0]]
+        return self._read_rows(known, size, self._value(of_ids), table.place, parts, setting)
 
     def _looked_up(self, of_table: Any, of_ids: Any) -> Value:
         of_ids, shift = self._shifted.get(of_ids, (of_ids, 0))
@@ -492,19 +508,22 @@ class _Lowering:
             raise RecordingError("programs look ids up in tables")
         rows, size = table.layout.shape
         first = Place(table.storage, table.place.offset + shift * size * table.layout.element_size())
-        return self._read_rows([NUMBERS[table.layout.dtype], rows - shift], size, ids, first, [NOWHERE] * 3)
+        return self._read_rows([NUMBERS[table.layout.dtype], rows - shift], size, ids, first, [])
 
-    def _read_rows(self, table: list[Word], size: int, ids: Value, first: Place, planes: Sequence[Place]) -> Value:
+    def _read_rows(
+        self, table: list[Word], size: int, ids: Value, first: Place, parts: Sequence[Place], setting: int = 0
+    ) -> Value:
         """Read rows of `size` numbers, by ids, of a table that begins with its dtype and its rows."""
         if not ids.layout.is_contiguous() or ids.layout.dtype != torch.int64:
             raise RecordingError("programs look ids up in tables")
         result = self._new([*ids.layout.shape, size])
-        words = [*table, size, ids.layout.numel(), NUMBERS[torch.float32], first, *planes, ids.place, result.place]
+        words = [*table, size, ids.layout.numel(), NUMBERS[torch.float32], setting, first, *all_parts(parts, NOWHERE)]
+        words += [ids.place, result.place]
         return self._emit(Kind.EMBED, words, result)
 
 
-# Indices among the words of a product.
-_BIAS, _RESIDUAL = (6 + HELD.index(name) for name in ("bias", "residual"))
+# Indices among the words of a product, of which a place is one.
+_BIAS, _RESIDUAL = (7 + PARTS + HELD.index(name) for name in ("bias", "residual"))
 
 
 def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
@@ -512,7 +531,3 @@ def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
     if keys is None or values is None:
         return [0, *[NOWHERE] * 5]
     return [keys.bits, keys.lengths, keys.levels, keys.factors, values.levels, values.factors]
-
-
-def _is_float(value: Value) -> bool:
-    return value.layout.dtype.is_floating_point

@@ -1,0 +1,83 @@
+"""Checkpoints as quantising libraries lay them out, written by hand, beside the dense models that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Codes, `[rows, codes]`, in int32, the first in the lowest bits."""
+    padded = nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).long().unflatten(1, (-1, 32 // bits))
+    whole = (padded << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(whole < 1 << 31, whole, whole - (1 << 32)).to(torch.int32)
+
+
+def grouped(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a weight, `[out, in]`: codes `[out, in]`, scales and zeros `[out, groups]`."""
+    parts = weight.float().unflatten(1, (-1, group))
+    levels = (1 << bits) - 1
+    low, high = parts.amin(2), parts.amax(2)
+    if symmetric:
+        low, high = -torch.maximum(high, -low), torch.maximum(high, -low)
+    scales = ((high - low) / levels).clamp(min=1e-6).to(weight.dtype)
+    zeros = torch.full_like(low, 1 << bits - 1) if symmetric else (-low / scales.float()).round().clamp(0, levels)
+    codes = (parts / scales.float()[..., None] + zeros[..., None]).round().clamp(0, levels)
+    return codes.flatten(1).int(), scales, zeros.int()
+
+
+def dense(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The weight that the codes stand for, in float32."""
+    parts = codes.unflatten(1, (scales.shape[1], -1))
+    found: Tensor = (parts - zeros[..., None]).float() * scales.float()[..., None]
+    return found.flatten(1)
+
+
+def compressed(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, symmetric: bool) -> dict[str, Tensor]:
+    """Lay a weight out as compressed-tensors does in `pack-quantized`."""
+    made = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(codes.shape)}
+    return made if symmetric else made | {"weight_zero_point": words(zeros.t(), bits).t().contiguous()}
+
+
+def compressed_config(bits: int, symmetric: bool, group: int) -> dict[str, object]:
+    """What config.json says of it."""
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def save_quantised(
+    model: PreTrainedModel,
+    folder: Path,
+    rounded: Callable[[Tensor], Parts],
+    layout: Callable[..., dict[str, Tensor]],
+    about: dict[str, object],
+) -> PreTrainedModel:
+    """Save a model whose linear layers, but the head, are quantised; return it with their dense weights, in float32."""
+    model.save_pretrained(folder)
+    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    for name, module in found.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            parts = rounded(tensors.pop(f"{name}.weight"))
+            tensors |= {f"{name}.{part}": each.contiguous() for part, each in layout(*parts).items()}
+            module.weight.data = dense(*parts)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
+    return found

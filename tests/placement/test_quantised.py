@@ -1,0 +1,155 @@
+"""Checkpoints of quantising libraries run in their own bytes: texts are those of the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import selfspec
+from helpers import tiny
+from helpers.copies import plan
+from helpers.quantised import compressed, compressed_config, grouped, save_quantised
+from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
+from selfspec.formats.packed import PackedWeight
+from selfspec.model.checkpoint import read_config
+from selfspec.placement.packed import has_packed_weights
+from selfspec.placement.place import place
+from selfspec.placement.quantised import why_not_read
+from selfspec.placement.survey import survey
+from selfspec.placement.weight_source import FromDisk
+from selfspec.runtime import Native
+
+GROUP = 16
+OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+by_each_kind = pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (8, False)])
+
+
+def saved(folder: Path, bits: int = 4, symmetric: bool = True) -> PreTrainedModel:
+    return save_quantised(
+        tiny.llama(dtype=torch.bfloat16),
+        folder,
+        partial(grouped, bits=bits, group=GROUP, symmetric=symmetric),
+        partial(compressed, bits=bits, symmetric=symmetric),
+        compressed_config(bits, symmetric, GROUP),
+    )
+
+
+def packed_names(model: PreTrainedModel) -> set[str]:
+    return {name for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
+
+
+@by_each_kind
+def test_texts_and_programs_are_those_of_the_dense_weights(tmp_path: Path, bits: int, symmetric: bool) -> None:
+    model = saved(tmp_path, bits, symmetric)
+    found = selfspec.load(tmp_path, dtype="float32").model
+    assert len(packed_names(found)) == 7 * found.config.num_hidden_layers
+    assert getattr(found.config, "quantization_config", None) is None
+    prompt = tiny.prompt(9)
+    with torch.no_grad():
+        torch.testing.assert_close(found(prompt).logits, model(prompt).logits)
+    expected = model.generate(prompt, **OPTIONS)
+    assert torch.equal(found.generate(prompt, **OPTIONS), expected)
+    asked = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
+    ours, theirs = (selfspec.wrap(each, runtime=Native(after=0)) for each in (found, model))
+    one, other = (each.generate(prompt, **asked) for each in (ours, theirs))
+    assert torch.equal(one.sequences, expected)
+    assert bool(ours.programs.proved) == bool(theirs.programs.proved)
+    assert all(torch.equal(*pair) for pair in zip(one.logits or (), other.logits or (), strict=True))
+
+
+@pytest.mark.parametrize("draft", ["lookup", "exit:2", "int8", "lookup+int4"])
+def test_drafts_run_over_them(tmp_path: Path, draft: str) -> None:
+    expected = saved(tmp_path, 8).generate(tiny.prompt(9), **OPTIONS)
+    spec = selfspec.load(tmp_path, dtype="float32", draft=draft)
+    assert torch.equal(spec.generate(tiny.prompt(9), **OPTIONS, draft_length=3).sequences, expected)
+
+
+def test_nothing_is_expanded_and_what_is_saved_is_dense(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    found = selfspec.load(tmp_path)
+    weights = {id(weight): weight for weight in found.model.parameters()}.values()
+    file = sum(each.nbytes for each in load_file(tmp_path / "model.safetensors").values())
+    assert sum(weight.nbytes for weight in weights) <= file
+    found.model.save_pretrained(tmp_path / "dense")
+    again = selfspec.wrap(type(model).from_pretrained(tmp_path / "dense", dtype=torch.float32))
+    assert torch.equal(
+        again.model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight.bfloat16()
+    )
+
+
+@by_each_kind
+def test_codes_are_streamed_as_they_lie(tmp_path: Path, bits: int, symmetric: bool) -> None:
+    model = saved(tmp_path, bits, symmetric)
+    surveyed = survey(str(tmp_path), torch.float32, 128, FromDisk())
+    codes = [
+        weight.parts[part]
+        for layer in surveyed.layers
+        for each in layer
+        for weight in each.weights.values()
+        for part in weight.fetched()
+    ]
+    assert {each.file.name for each in codes} == {"model.safetensors"}
+    spec = selfspec.wrap(place(surveyed, plan(1, None, 0)))
+    for _ in range(2):
+        assert torch.equal(
+            spec.generate(tiny.prompt(9), **OPTIONS).sequences, model.generate(tiny.prompt(9), **OPTIONS)
+        )
+
+
+def _about(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= fields
+    file.write_text(json.dumps(config))
+
+
+def _tensors(folder: Path, **fields: torch.Tensor | None) -> None:
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight_"
+    changed = load_file(file) | {name + each: tensor for each, tensor in fields.items()}
+    save_file({name: each for name, each in changed.items() if each is not None}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("about", "tensors", "words"),
+    [
+        ({"quant_method": "hqq"}, {}, "weights in 'hqq'"),
+        ({"format": "nvfp4-pack-quantized"}, {}, "compressed-tensors in nvfp4"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, {}, "with kv_cache_scheme"),
+        ({"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, {}, "rounded activations"),
+        ({}, {"g_idx": torch.zeros(64, dtype=torch.int32)}, "in the order of activations"),
+        ({}, {"scale": torch.ones(48, 8, dtype=torch.bfloat16)}, "up_proj.weight in groups"),
+    ],
+)
+def test_what_no_kernel_reads_is_left_to_its_library_and_refused_by_name_within_a_budget(
+    tmp_path: Path, about: dict[str, Any], tensors: dict[str, torch.Tensor], words: str
+) -> None:
+    saved(tmp_path)
+    _about(tmp_path, **about)
+    _tensors(tmp_path, **tensors)
+    assert words in str(why_not_read(tmp_path, read_config(str(tmp_path))))
+    assert not has_packed_weights(str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=f"{words}.*load it without memory="):
+        selfspec.load(tmp_path, "2GiB")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"shape": None}, "a part is missing"),
+        ({"zero_point": torch.zeros(1, 4, dtype=torch.int32)}, "the zeros of .* are torch.int32"),
+        ({"packed": torch.zeros(4, 8, dtype=torch.int32)}, "the codes of"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Any], words: str) -> None:
+    saved(tmp_path)
+    _tensors(tmp_path, **tensors)
+    error: type[SelfSpecError] = CheckpointError
+    with pytest.raises(error, match=words):
+        selfspec.load(tmp_path)
