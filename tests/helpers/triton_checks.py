@@ -262,7 +262,8 @@ def check_added_norms(device: str, dtype: torch.dtype) -> None:
             wide = states.double() if before is None else _normed(states, *before)
             total = wide + residual.double()
             given = added_norm(states, residual, weight, 1e-3, shift, before)
-            for found, expected in zip(given, (total, _normed(total, weight, 1e-3, shift)), strict=True):
+            # The norm of the sum as it was rounded: little may be left of it.
+            for found, expected in zip(given, (total, _normed(given[0], weight, 1e-3, shift)), strict=True):
                 off = (found.double() - expected).abs().amax() / expected.abs().amax()
                 assert off <= 2 * MOST_OFF[dtype], (width, shift, before, dtype, off)
 
