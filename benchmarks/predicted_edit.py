@@ -81,7 +81,8 @@ def in_python(folder: str, draft: str, asked: Any, new: int, threads: int) -> It
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=False)
 
     def ask(prediction: str | None) -> Reply:
-        out = spec.generate(ids, max_new_tokens=new, do_sample=False, tokenizer=tokenizer, prediction=prediction)
+        asked_for = {"max_new_tokens": new, "do_sample": False, "tokenizer": tokenizer, "prediction": prediction}
+        out = spec.generate(ids, torch.ones_like(ids), **asked_for)
         text = tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
         accepted = out.stats.predicted_accepted
         return Reply(text, out.lengths[0], accepted, out.stats.predicted - accepted)
