@@ -32,6 +32,11 @@ def quantisation_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     return None
 
 
+def has_reader(about: Mapping[str, Any]) -> bool:
+    """Return whether weights of this method are read as they lie; others are made dense as the loader makes them."""
+    return str(about.get("quant_method")) in _METHODS
+
+
 def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a configuration that says nothing of it: modules are those of the dense model."""
     found = copy.deepcopy(config)

@@ -21,6 +21,7 @@ from selfspec.model.gguf import is_gguf
 from selfspec.placement.gguf_file import gguf_weights
 from selfspec.placement.quantised import (
     UnknownQuantisationError,
+    has_reader,
     quantisation_of,
     quantised_weights,
     without_quantisation,
@@ -232,7 +233,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         weights = gguf_weights(folder, config, files)
     elif is_packed(folder):
         weights = packed_weights(folder, files)
-    elif quantisation is not None:
+    elif quantisation is not None and has_reader(quantisation):
         weights = _quantised(folder, config, quantisation, files)
         config = without_quantisation(config)
     else:

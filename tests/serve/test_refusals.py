@@ -64,6 +64,9 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
         st.text(), st.just({"type": "xml"}), st.just({"type": "json_schema"}), st.just({"type": "regex", "pattern": ""})
     ),
     "user": NOT_TEXT,
+    "prediction": st.one_of(
+        st.text(), st.integers(), st.just({"type": "content"}), st.just({"type": "x", "content": "a"})
+    ),
 }
 COMPLETIONS: dict[str, st.SearchStrategy[Any]] = {
     **BOTH,
@@ -182,7 +185,7 @@ BY_NAME: list[Any] = [
         Running.complete,
         {"response_format": {"type": "regex", "pattern": "(("}},
         "response_format",
-        "cannot be compiled",
+        "invalid regex",
         marks=NEEDS_LLGUIDANCE,
     ),
     (

@@ -31,7 +31,7 @@ _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, le
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
 _RECIPE = LayerSkipRecipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
 
-_WRITTEN = {"curves.png", "curves.svg", "exit_head.safetensors", "training.json"}
+_WRITTEN = {"curves.png", "exit_head.safetensors", "training.json"}
 
 Recipe = LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None
 Training = Callable[..., dict[str, Any]]
