@@ -16,7 +16,7 @@ import ctypes, os, sys, threading
 library, threads = ctypes.CDLL(sys.argv[1]), int(sys.argv[2])
 states = (ctypes.c_float * 8)(*range(8))
 weight = (ctypes.c_float * 512)(*(float(output + 1) for output in range(64) for _ in range(8)))
-words = (ctypes.c_int64 * 28)(0, 2, 0, 1, 8, 64, 0, 0, 1, 0, *(7 * (-1, 0)), 2, 0, 1, 0)
+words = (ctypes.c_int64 * 27)(0, 2, 0, 1, 8, 64, 0, 0, 0, 1, 0, *(6 * (-1, 0)), 2, 0, 1, 0)
 library.selfspec_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 def check():
