@@ -230,11 +230,12 @@ def test_another_arm_or_model_is_measured_with_all_the_others(llama: PreTrainedM
 @pytest.mark.tools
 def test_two_models_with_one_draft_or_another_share_a_folder(tmp_path: Path) -> None:
     alone = run(tiny.llama(seed=1), tmp_path / "alone", specs=SPECS[2:], parts=frozenset({"acceptance"}))
-    run(tiny.llama(seed=2), tmp_path, specs=SPECS[2:], parts=frozenset({"acceptance"}))
-    both = run(tiny.llama(seed=1), tmp_path, specs=SPECS[2:], parts=frozenset({"acceptance"}))
-    run(tiny.llama(seed=2), tmp_path, specs=[ArmSpec("draft", "exit:1")], parts=frozenset({"acceptance"}))
+    shared = tmp_path / "shared"
+    run(tiny.llama(seed=2), shared, specs=SPECS[2:], parts=frozenset({"acceptance"}))
+    both = run(tiny.llama(seed=1), shared, specs=SPECS[2:], parts=frozenset({"acceptance"}))
+    run(tiny.llama(seed=2), shared, specs=[ArmSpec("draft", "exit:1")], parts=frozenset({"acceptance"}))
     assert [row["token_ids"] for row in both] == [row["token_ids"] for row in alone]
-    table = summarise(latest(Runs(tmp_path).measured("generation")))
+    table = summarise(latest(Runs(shared).measured("generation")))
     assert len(table) == 3 * len(CELLS)
     assert set(table["model"]) == {f"tiny {origin(tiny.llama(seed=seed))['weights'][:8]}" for seed in (1, 2)}
 
