@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.format import Format
-from selfspec.formats.packed import Packed, PackedLinear, PackedWeight, fixed, some_rows
+from selfspec.formats.packed import KernelLinear, Operands, Packed, PackedWeight, fixed, some_rows
 from selfspec.kernels import native
-from selfspec.kernels.crossover import crossover
 from selfspec.kernels.native import BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,7 +30,7 @@ DTYPES = (torch.float32, torch.float64)
 _PANEL = 1 << 20
 
 
-class BlocksLinear(PackedLinear):
+class BlocksLinear(KernelLinear):
     """Multiplies by a weight of a type of GGUF; `heads`: of rows that lie in pairs, which it puts in order."""
 
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype, kind: str, heads: int) -> None:
@@ -41,40 +40,23 @@ class BlocksLinear(PackedLinear):
             blocks = blocks.view(heads, -1, 2, blocks.shape[-1]).transpose(1, 2).reshape(blocks.shape)
         self.blocks = fixed(blocks.view(PLAIN[kind]) if kind in PLAIN else blocks)
 
-    def product(self, states: Tensor) -> Tensor:
-        rows = states.numel() // self.in_features
-        most = crossover().rows(torch.float32, self.in_features) if self._is_native else 0
-        if self.dtype != torch.float32 or rows > most or torch.is_autocast_enabled("cpu"):
-            ids = torch.arange(self.out_features)
-            panels = some_rows(self.weight, _PANEL)
-            return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
-        if self.kind in PLAIN:
-            return native.few_at_a_time(lambda some: native.few_rows(some, self.blocks, None), states)
-        return native.few_at_a_time(lambda some: native.few_rows_in_blocks(some, self.blocks, self.kind), states)
-
-    def join(self) -> Tensor:
-        return self.rows_of(torch.arange(self.out_features))
-
-    def rows_of(self, ids: Tensor) -> Tensor:
-        if self.kind in PLAIN:
-            found = self.blocks[ids].float()
-        elif self._is_native:
-            found = native.rows_of_blocks(ids, self.blocks, self.kind, self.in_features)
-        else:
-            import gguf
-
-            blocks = self.blocks[ids.flatten()].numpy()
-            made = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.kind])
-            found = torch.from_numpy(made).view(*ids.shape, self.in_features)
-        if found.dtype == self.dtype:
-            return found
-        # As one operation also where a graph is made.
-        rounded: Tensor = torch.ops.aten._to_copy(found, dtype=self.dtype)
-        return rounded
-
     @property
-    def _is_native(self) -> bool:
-        return native.available()
+    def operands(self) -> Operands:
+        number = native.NUMBERS[PLAIN[self.kind]] if self.kind in PLAIN else BLOCKS[self.kind].number
+        return Operands(self.blocks, (), number)
+
+    def decoded(self, numbers: Tensor) -> Tensor:
+        if self.kind in PLAIN:
+            return self.blocks[numbers].float()
+        import gguf
+
+        return torch.from_numpy(gguf.dequantize(self.blocks[numbers].numpy(), gguf.GGMLQuantizationType[self.kind]))
+
+    def _of_many(self, states: Tensor) -> Tensor:
+        # Never the whole weight: a model in blocks has a quarter of its bytes.
+        ids = torch.arange(self.out_features)
+        panels = some_rows(self.weight, _PANEL)
+        return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
 
 
 @dataclass(frozen=True)

@@ -55,15 +55,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return codes.flatten(1)
 
 
-def in_words(codes: Tensor, bits: int) -> Tensor:
-    """Return codes, `[rows, codes]`, in words of int32, filled up with zeros: the inverse of `unpacked`."""
-    in_word = _WORD // bits
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % in_word)).unflatten(1, (-1, in_word))
-    places = torch.arange(0, _WORD, bits, dtype=torch.int32, device=codes.device)
-    # No two codes have a bit in common, so that the sum wraps to the right one.
-    return (codes.to(torch.int32) << places).sum(-1, dtype=torch.int32)
-
-
 @dataclass(frozen=True)
 class Groups(Format):
     """Keeps what a quantised checkpoint has of a weight.

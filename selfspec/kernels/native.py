@@ -264,17 +264,6 @@ def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None
     return few_rows_packed(states, weight, (), FOUR_BITS, 0, inputs, factors)
 
 
-def few_rows_in_blocks(states: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """Multiply as `few_rows` by floats does, to the last bit, with a weight in blocks, `[out, bytes of a row]`."""
-    block = BLOCKS[kind]
-    return few_rows_packed(states, weight, (), block.number, 0, weight.shape[1] // block.nbytes * block.weights)
-
-
-def rows_of_blocks(ids: Tensor, weight: Tensor, kind: str, inputs: int) -> Tensor:
-    """Read rows of a weight in blocks, `[..., inputs]` in float32, by numbers `[...]`; NaN: there is no such row."""
-    return rows_packed(ids, weight, (), BLOCKS[kind].number, 0, inputs, torch.float32)
-
-
 def few_rows_packed(
     states: Tensor,
     weight: Tensor,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from helpers.snapshot import kernels
 from selfspec.formats.gguf import PLAIN, BlocksLinear, Gguf
 from selfspec.formats.packed import Packed
 from selfspec.kernels import native
@@ -20,16 +17,7 @@ TYPES = {kind: gguf.GGMLQuantizationType[kind] for kind in (*BLOCKS, *PLAIN)}
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
 
 
-@pytest.fixture(
-    autouse=True, params=[pytest.param(each, marks=pytest.mark.kernels) for each in native.variants()] + [None]
-)
-def variant(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """Each test runs on every kind of kernels, and without any."""
-    if request.param is None:
-        yield None
-        return
-    with kernels(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("variant")
 
 
 def random_blocks(kind: str, outputs: int, inputs: int) -> torch.Tensor:
@@ -61,7 +49,7 @@ def test_products_are_those_of_the_dense_weight_to_the_bit(kind: str, variant: s
             expected = torch.nn.functional.linear(states[:rows], dense)
         else:
             expected = native.few_rows(states[:rows], dense, None)
-            found = native.few_rows_in_blocks(states[:rows], blocks, kind) if kind in BLOCKS else expected
+            found = native.few_rows_packed(states[:rows], *layer.operands.all, inputs)
             assert torch.equal(found, expected), rows
         torch.testing.assert_close(layer.product(states[:rows]), expected, rtol=1e-4, atol=1e-2)
 

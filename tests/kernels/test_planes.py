@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.reference import every_number, few_octaves
-from helpers.snapshot import kernels
 from selfspec.formats.packed import Packed, UnsupportedWeightError
 from selfspec.formats.planes import Planes, PlanesLinear
 from selfspec.formats.upper import Upper, UpperLinear
@@ -20,16 +17,7 @@ from selfspec.kernels.crossover import crossover
 ROWS = (*range(1, 14), 27, 64, 130)
 
 
-@pytest.fixture(
-    autouse=True, params=[pytest.param(each, marks=pytest.mark.kernels) for each in native.variants()] + [None]
-)
-def variant(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """Each test runs on every kind of kernels, and without any."""
-    if request.param is None:
-        yield None
-        return
-    with kernels(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("variant")
 
 
 def bits(weight: torch.Tensor) -> torch.Tensor:
