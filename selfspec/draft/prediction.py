@@ -17,7 +17,7 @@ PredictedText = str | Sequence[int] | Tensor
 """A text that is predicted, or its token ids, `[tokens]`."""
 
 AnyPrediction = PredictedText | Sequence[PredictedText | None] | None
-"""What is predicted of all prompts, or of each (None: nothing)."""
+"""A prediction for all prompts, or one for each (None: nothing)."""
 
 # Tokens drafted at first and after a rejection; accepted drafts double them.
 _FIRST = 8

@@ -113,7 +113,7 @@ class KernelLinear(PackedLinear):
     @property
     @abstractmethod
     def operands(self) -> Operands:
-        """What the kernel reads."""
+        """Operands of the kernel."""
 
     @abstractmethod
     def decoded(self, numbers: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class KernelLinear(PackedLinear):
 
     @property
     def is_native(self) -> bool:
-        """Whether kernels run where the weight is."""
+        """Return whether kernels run where the weight is."""
         return self.operands.weight.device.type == "cpu" and native.available()
 
     def product(self, states: Tensor) -> Tensor:

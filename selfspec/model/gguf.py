@@ -41,7 +41,7 @@ class GgufTensor:
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """Count its numbers."""
         return prod(self.shape)
 
 
