@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from selfspec.errors import EngineStoppedError, PromptError, QueueFullError, SelfSpecError, UnsupportedOptionError
 
 RETRY_AFTER = 1
@@ -30,9 +32,13 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def response(self) -> JSONResponse:
+        """Make the answer that is sent."""
+        return JSONResponse(self.body, self.status, self.headers)
+
     @property
     def body(self) -> dict[str, Any]:
-        """The body that is sent."""
+        """Its body."""
         kinds = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = kinds.get(self.status, default)
@@ -67,20 +73,9 @@ def api_error(error: SelfSpecError, param: str | None = None) -> ApiError:
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Say what pydantic found wrong, by the field that is deepest in it."""
-    if not errors:
-        return ApiError(400, "the request cannot be read")
     # Of a field with several forms, the form that went furthest says most.
     deepest = max(errors, key=lambda error: len(error["loc"]))
-    place = [str(part) for part in deepest["loc"] if part != "body"]
-    if deepest["type"] == "json_invalid":
-        reason = deepest.get("ctx", {}).get("error", "it cannot be read")
-        return ApiError(400, f"the body is not JSON: {reason}", None, "invalid_json")
-    if not place and isinstance(deepest.get("input"), bytes):
-        return ApiError(
-            400, "the body is read as JSON alone; send content-type: application/json", None, "invalid_json"
-        )
-    if not place and deepest["type"] == "missing":
-        return ApiError(400, "the body is empty; send JSON, with content-type application/json", None, "invalid_json")
+    place = list(map(str, deepest["loc"]))
     message = str(deepest["msg"]).removeprefix("Value error, ")
     message = re.sub(r" (found )?using (discriminator )?\S+\(\)", "", message)
     field = place[0] if place else _named(message)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from dataclasses import dataclass, fields
 
 import h11
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.api_error import RETRY_AFTER, ApiError
-
-HEADER_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -69,35 +66,27 @@ class ClientPace:
         counted = scope["path"].startswith("/v1")
         self._open += counted
         try:
-            await self._serve(scope, receive, send, counted and self._open > self._limits.connections)
+            if counted and self._open > self._limits.connections:
+                said = f"{self._limits.connections} requests are being answered, the most at once; try again later"
+                raise ApiError(503, said, None, "too_many_connections", {"retry-after": str(RETRY_AFTER)})
+            headers = Headers(scope=scope)
+            self._check_key(scope["path"], headers)
+            body = await self._body(headers, receive)
+            if body is not None:
+                await self._paced(body, scope, receive, send)
+        except ApiError as error:
+            # What the client still sends is not read.
+            error.headers["connection"] = "close"
+            await error.response()(scope, receive, send)
         finally:
             self._open -= counted
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, crowded: bool) -> None:
-        try:
-            if crowded:
-                raise ApiError(
-                    503,
-                    f"{self._limits.connections} requests are being answered, the most at once; try again later",
-                    None,
-                    "too_many_connections",
-                    {"retry-after": str(RETRY_AFTER)},
-                )
-            _check_head(scope)
-            self._check_key(scope)
-            body = await self._body(scope, receive)
-        except ApiError as error:
-            # What the client still sends is not read.
-            await JSONResponse(error.body, error.status, {**error.headers, "connection": "close"})(scope, receive, send)
-            return
-        if body is None:
-            return
+    async def _paced(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        gave_up = False
 
         async def next_message() -> Message:
             return unread.pop() if unread else await receive()
-
-        gave_up = False
 
         async def paced(message: Message) -> None:
             nonlocal gave_up
@@ -115,51 +104,36 @@ class ClientPace:
             if not gave_up:
                 raise
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._api_key is None or not scope["path"].startswith(_KEPT):
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if self._api_key is None or not path.startswith(_KEPT):
             return
-        headers = dict(scope["headers"])
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
             # As Anthropic's clients send it.
-            given = headers.get(b"x-api-key", b"")
-        if not hmac.compare_digest(given.strip(), self._api_key.encode()):
+            given = headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode(), self._api_key.encode()):
             said = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
             raise ApiError(401, said, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | None:
         """Read the body; None where the client left."""
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise ApiError(400, "content-length and transfer-encoding are both given; send one of them")
         most = self._limits.body_bytes
-        too_large = ApiError(413, f"the body is larger than {most} bytes, the most that is read", None, "too_large")
-        stated = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if stated.isdigit() and int(stated) > most:
-            raise too_large
-        body = bytearray()
+        body, size = bytearray(), int(headers.get("content-length", "0"))
         try:
             async with asyncio.timeout(self._limits.client_seconds):
-                while True:
+                while max(size, len(body)) <= most:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     body += message.get("body", b"")
-                    if len(body) > most:
-                        raise too_large
-                    if not message.get("more_body", False):
+                    if not message.get("more_body", False) and len(body) <= most:
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(
-                408, f"the body did not come within {self._limits.client_seconds:g} s", None, "slow_client"
-            ) from None
-
-
-def _check_head(scope: Scope) -> None:
-    """Refuse headers that are too large, which h11 lets through in one piece, or that contradict each other."""
-    size = len(scope["raw_path"]) + len(scope["query_string"])
-    size += sum(len(name) + len(value) for name, value in scope["headers"])
-    if size > HEADER_BYTES:
-        raise ApiError(431, f"the headers have {size} bytes; at most {HEADER_BYTES} are read", None, "too_large")
-    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-        raise ApiError(400, "content-length and transfer-encoding are both given; send one of them", None)
+            said = f"the body did not come within {self._limits.client_seconds:g} s"
+            raise ApiError(408, said, None, "slow_client") from None
+        raise ApiError(413, f"the body is larger than {most} bytes, the most that is read", None, "too_large")
 
 
 class BoundedHeaders(H11Protocol):
@@ -175,10 +149,10 @@ class BoundedHeaders(H11Protocol):
     _idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request; the connection that has been idle longest makes room for it."""
+        """Wait for the first request; the connections that have been idle longest make room for it."""
         super().connection_made(transport)
         self._idle_since = self.loop.time()
-        self._waiting = self.loop.call_later(self.seconds, self._give_up)
+        self._wait()
         # All of them are counted seldom, and some are closed at once: each look at them goes over all.
         if len(self.connections) > self.most:
             idle = [each for each in self.connections if isinstance(each, BoundedHeaders) and each._idle]
@@ -190,47 +164,33 @@ class BoundedHeaders(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Read on; a request that is complete ends the wait, one that begins starts it."""
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._end_wait()
-        elif self._waiting is None:
-            self._waiting = self.loop.call_later(self.seconds, self._give_up)
+        self._wait()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         super().on_response_complete()
         self._idle_since = self.loop.time()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in the form of all refusals."""
-        body = json.dumps(ApiError(400, msg).body).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        events = (
-            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        )
-        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self.transport.close()
-
-    @property
-    def _idle(self) -> bool:
-        """True while no request is being read or answered."""
-        return self.cycle is None or (self.cycle.response_complete and self.conn.their_state is h11.IDLE)
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         self._end_wait()
         super().connection_lost(exc)
 
+    @property
+    def _idle(self) -> bool:
+        """True while no request is being read or answered."""
+        return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
+
+    def _wait(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._end_wait()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(self.seconds, self.transport.abort)
+
     def _end_wait(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-
-    def _give_up(self) -> None:
-        self._waiting = None
-        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
-            self.transport.abort()
 
 
 def bounded_headers(limits: ServerLimits) -> type[BoundedHeaders]:

@@ -13,13 +13,23 @@ from typing import Any, get_type_hints
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.events import EngineStats, Shown
 
 LOGGER = logging.getLogger("selfspec.serve")
+
+LOG_CONFIG: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"json": {"()": "selfspec.serve.monitoring.JsonLines"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+    "loggers": {
+        name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in (LOGGER.name, "uvicorn.error")
+    },
+}
+"""Lines of JSON on stderr."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -89,7 +99,7 @@ class RequestLog:
                 raise
             LOGGER.error("a request failed", exc_info=error, extra={"fields": {"request_id": own}})
             failure = ApiError(500, "the server failed at this request; its log says why")
-            await JSONResponse(failure.body, 500)(scope, receive, answer)
+            await failure.response()(scope, receive, answer)
         except BaseException:
             ending = "broken off"
             raise

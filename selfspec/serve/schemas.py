@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -68,7 +69,37 @@ def _few(values: Any) -> Any:
     return values
 
 
-Metadata = Annotated[dict[str, str], BeforeValidator(_few)]
+class Hints(Strict):
+    """What clients say besides, and what changes nothing here."""
+
+    metadata: Annotated[dict[str, str | None], BeforeValidator(_few)] | None = None
+    store: bool | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Part(Strict):
+    """A part of a content or a conversation, of one of the `kinds`: of each, the fields that it needs and may have."""
+
+    kinds: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    type: str
+    # What is read before is kept here in any case.
+    cache_control: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_of_its_kind(self) -> Self:
+        if self.type not in self.kinds:
+            raise ValueError(f"type {self.type[:50]!r} is none of {', '.join(self.kinds)}")
+        needed, may = (set(names.split()) for names in self.kinds[self.type])
+        if missing := sorted(needed - self.model_fields_set):
+            raise ValueError(f"{self.type} needs {', '.join(missing)}")
+        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        if beyond := sorted(given - needed - may - Part.model_fields.keys()):
+            raise ValueError(f"{self.type} has no {', '.join(beyond)}")
+        return self
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -134,10 +165,10 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _HALF_OF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_Model = TypeVar("_Model", bound=BaseModel)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def parse_body(body: bytes, model: type[_Model], most: int) -> _Model:
+def parse_body(body: bytes, model: type[ModelT], most: int) -> ModelT:
     """Read the JSON of a request of at most `most` items.
 
     Raises:
@@ -186,25 +217,27 @@ def in_one_piece(content: Any) -> str:
 
 
 class TextPart(Strict):
-    """A piece of a text."""
+    """A piece of a text, as any door has it."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    cache_control: dict[str, Any] | None = None
+    annotations: Many[Any] | None = None
+    citations: Many[Any] | None = None
+    logprobs: Many[Any] | None = None
+
+
+Content = str | Many[TextPart]
 
 
 class Prediction(Strict):
     """What an answer is expected to be, such as a file before an edit: a draft of it."""
 
     type: Literal["content"]
-    content: str | Many[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The content in one piece."""
-        return in_one_piece(self.content)
+    content: Content
 
 
-class GenerationFields(Strict):
+class GenerationFields(Hints):
     """What both kinds of request may say."""
 
     model: str
@@ -228,8 +261,6 @@ class GenerationFields(Strict):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[Many[Token], Field(max_length=MOST_STOPS)] | None = None
-    # They change nothing here.
-    user: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationFields:
@@ -289,7 +320,7 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -298,11 +329,6 @@ class Message(Strict):
     annotations: Annotated[Many[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-
-    @property
-    def text(self) -> str:
-        """The content in one piece."""
-        return in_one_piece(self.content)
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -327,7 +353,7 @@ class Tool(Strict):
     function: Function
 
 
-class NamedFunction(Strict):
+class FunctionName(Strict):
     """The function that an answer calls."""
 
     name: str
@@ -337,7 +363,7 @@ class NamedTool(Strict):
     """The tool that an answer calls."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: FunctionName
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -355,13 +381,6 @@ class ChatCompletionRequest(GenerationFields):
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    # They change nothing here.
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     modalities: Many[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -382,29 +401,6 @@ class ChatCompletionRequest(GenerationFields):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self
-
-
-class TokenizeRequest(Strict):
-    """`POST /tokenize`: a text, or messages as of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Many[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: say a text here, or messages, and not both")
-        return self
-
-
-class DetokenizeRequest(Strict):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: Many[Token]
 
 
 class RefusalError(BaseModel):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from pydantic import BaseModel
+from starlette.requests import Request
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -31,10 +31,9 @@ from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
 from selfspec.serve.logprobs import TokenLogprobs
 from selfspec.serve.monitoring import Metrics
-from selfspec.serve.schemas import BYTES_PER_ITEM, parse_body
+from selfspec.serve.schemas import BYTES_PER_ITEM, ModelT, parse_body
 
 _Found = TypeVar("_Found")
-_Model = TypeVar("_Model", bound=BaseModel)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -97,8 +96,13 @@ class Served:
         self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
-    async def parse(self, body: bytes, model: type[_Model]) -> _Model:
+    async def parse(self, http: Request, model: type[ModelT]) -> ModelT:
         """Read the body of a request, a large one beside the loop; see `read`."""
+        # A page of another site may send any other type without asking.
+        if "json" not in http.headers.get("content-type", ""):
+            said = "the body is read as JSON alone; send content-type: application/json"
+            raise ApiError(400, said, None, "invalid_json")
+        body = await http.body()
         work = partial(parse_body, body, model, self.limits.body_bytes // BYTES_PER_ITEM)
         return work() if len(body) < _SMALL_BODY else await self._run(self._parser, work)
 

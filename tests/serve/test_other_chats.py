@@ -177,10 +177,10 @@ def test_tokens(bare: Running) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/audio/transcriptions", "/v1/embeddings", "/v1/responses/resp_1", "/api/chat", "/v1/batches"]
 )
-def test_what_is_not_there_says_what_to_use(bare: Running, path: str) -> None:
+def test_what_is_not_there_says_where_to_look(bare: Running, path: str) -> None:
     reply = bare.ask(path, {})
     assert reply.status == 404
-    assert "is not there:" in reply.body["error"]["message"]
+    assert f"{path}; /docs shows" in reply.body["error"]["message"]
     assert reply.body["error"]["type"] == "not_found_error"
 
 

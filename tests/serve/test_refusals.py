@@ -64,6 +64,7 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
         st.text(), st.just({"type": "xml"}), st.just({"type": "json_schema"}), st.just({"type": "regex", "pattern": ""})
     ),
     "user": NOT_TEXT,
+    "metadata": st.one_of(st.text(), st.integers()),
     "prediction": st.one_of(
         st.text(), st.integers(), st.just({"type": "content"}), st.just({"type": "x", "content": "a"})
     ),
@@ -108,7 +109,6 @@ CHATS: dict[str, st.SearchStrategy[Any]] = {
     "add_generation_prompt": NOT_A_FLAG,
     "continue_final_message": st.one_of(NOT_A_FLAG, st.just(True)),
     "modalities": st.one_of(st.text(), st.just(["audio"])),
-    "metadata": st.one_of(st.text(), st.integers()),
 }
 
 
@@ -207,14 +207,14 @@ BY_NAME: list[Any] = [
         "response_format",
         "JSON alone",
     ),
-    (Running.chat, {"tools": [STRICT]}, "tools", "'not'"),
+    (Running.chat, {"tools": [STRICT]}, "tools", '"not"'),
     (Running.respond, {"previous_response_id": "resp_1"}, "previous_response_id", ""),
     (Running.respond, {"input": []}, "input", ""),
     (Running.respond, {"input": "Lily " * 3000}, "input", ""),
     (Running.respond, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", ""),
     (Running.respond, {"tools": [{"type": "web_search"}]}, "tools", ""),
     (Running.respond, {"input": [IMAGE]}, "input", ""),
-    (Running.respond, {"input": [{"type": "picture"}]}, "input", "does not match"),
+    (Running.respond, {"input": [{"type": "picture"}]}, "input", "is none of message"),
     (Running.respond, {"colour": 1}, "colour", ""),
     (Running.respond, {"temperature": 1e-38}, "temperature", ""),
     (Running.respond, {"metadata": {"a": "\ud800"}}, "metadata", ""),

@@ -25,7 +25,7 @@ from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.grammar import Grammar, Wanted
 from selfspec.serve.monitoring import note
 from selfspec.serve.row_request import RowRequest, SamplingParams
-from selfspec.serve.schemas import GenerationFields, StreamOptions
+from selfspec.serve.schemas import GenerationFields, StreamOptions, in_one_piece
 from selfspec.serve.served import Served
 
 _Found = TypeVar("_Found")
@@ -166,7 +166,7 @@ def _predicted(served: Served, request: GenerationFields) -> tuple[int, ...] | N
     """Return the tokens that the answer is predicted to be."""
     if request.prediction is None:
         return None
-    text = request.prediction.text
+    text = in_one_piece(request.prediction.content)
     served.check_text(text, "prediction")
     return tuple(served.tokenizer(text, add_special_tokens=False).input_ids)
 

@@ -40,6 +40,7 @@ from selfspec.serve.schemas import (
     Message,
     NamedTool,
     TextFormat,
+    in_one_piece,
 )
 from selfspec.serve.served import Served, TokenTexts
 
@@ -140,7 +141,7 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
         raise ApiError(
             400, "there are more messages than the context has tokens", "messages", "context_length_exceeded"
         )
-    served.check_text("".join(message.text for message in request.messages), "messages")
+    served.check_text("".join(in_one_piece(message.content) for message in request.messages), "messages")
     tools: list[dict[str, Any]] = []
     if request.tools and request.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -171,7 +172,7 @@ def _plain(message: Message) -> dict[str, Any]:
     plain = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
     if plain["role"] == "developer":
         plain["role"] = "system"
-    plain["content"] = message.text
+    plain["content"] = in_one_piece(message.content)
     for call in plain.get("tool_calls", ()):
         try:
             # Clients write nothing where a function takes nothing.

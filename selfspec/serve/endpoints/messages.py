@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -15,55 +15,39 @@ from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
 from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, read_chat
-from selfspec.serve.schemas import MOST_STOPS, Many, Stop, Strict, in_one_piece
+from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 _RENAMED = {"stop": "stop_sequences"}
 
 
-class Block(Strict):
-    """A part of a content."""
+class Block(Part):
+    """A part of a message."""
 
-    # What is read before is kept here in any case.
-    cache_control: dict[str, Any] | None = None
-
-
-class TextBlock(Block):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class UseBlock(Block):
-    """A call that an answer made."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ResultBlock(Block):
-    """What a call gave."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Many[TextBlock] | None = None
+    kinds: ClassVar = {
+        "text": ("text", "citations"),
+        "tool_use": ("id name input", "caller"),
+        "tool_result": ("tool_use_id", "content is_error"),
+    }
+    text: str = ""
+    citations: Many[Any] | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+    caller: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: Content | None = None
     is_error: bool | None = None
-
-
-AnyBlock = Annotated[TextBlock | UseBlock | ResultBlock, Field(discriminator="type")]
 
 
 class AnthropicMessage(Strict):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Many[AnyBlock]
+    content: str | Many[Block]
 
 
-class AnthropicTool(Block):
+class AnthropicTool(Strict):
     """A tool that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -71,6 +55,7 @@ class AnthropicTool(Block):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class AnthropicChoice(Strict):
@@ -93,32 +78,32 @@ class Thinking(Strict):
     type: Literal["disabled"]
 
 
-class CountRequest(Strict):
+class CountRequest(Hints):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
-    system: str | Many[TextBlock] | None = None
+    system: Content | None = None
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
 
     def chat(self) -> Body:
         """Return the fields of a chat request that say the same."""
-        choice = self.tool_choice
-        kinds: dict[str | None, Any] = {"auto": "auto", "none": "none", "any": "required"}
-        named = None if choice is None else {"type": "function", "function": {"name": choice.name or ""}}
+        choice = self.tool_choice or AnthropicChoice(type="auto")
+        kinds = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name or ""}}}
+        one = choice.disable_parallel_tool_use
         system = [] if self.system is None else [{"role": "system", "content": in_one_piece(self.system)}]
-        functions = [
+        tools = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
             for tool in self.tools or ()
         ]
         return {
             "model": self.model,
             "messages": system + [each for message in self.messages for each in _messages(message)],
-            "tools": [{"type": "function", "function": function} for function in functions] or None,
-            "tool_choice": None if choice is None else kinds.get(choice.type, named),
-            "parallel_tool_calls": _negated(None if choice is None else choice.disable_parallel_tool_use),
+            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+            "tool_choice": None if self.tool_choice is None else kinds.get(choice.type, choice.type),
+            "parallel_tool_calls": None if one is None else not one,
             # An answer of its own begins where the last message is the assistant's.
             "continue_final_message": True if self.messages[-1].role == "assistant" else None,
         }
@@ -133,9 +118,6 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     stop_sequences: Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
-    # They change nothing here.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
 
 
 async def message(served: Served, http: Request, request: MessagesRequest) -> Response:
@@ -154,27 +136,25 @@ async def count_tokens(served: Served, http: Request, request: CountRequest) -> 
     return {"input_tokens": work.prompt_tokens}
 
 
-def _negated(said: bool | None) -> bool | None:
-    return None if said is None else not said
-
-
 def _messages(message: AnthropicMessage) -> list[Body]:
     """Write a message as chats have it: results are messages of their own, before what is said with them."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    results = [block for block in message.content if isinstance(block, ResultBlock)]
-    calls = [
-        called(each.id, each.name, json.dumps(each.input)) for each in message.content if isinstance(each, UseBlock)
+    blocks = message.content
+    results = [
+        # As a template shows it: none has a place of its own for failures.
+        {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "content": ("Error: " if block.is_error else "") + in_one_piece(block.content),
+        }
+        for block in blocks
+        if block.type == "tool_result"
     ]
-    text = in_one_piece([block for block in message.content if isinstance(block, TextBlock)])
-    found = [{"role": "tool", "tool_call_id": each.tool_use_id, "content": _result(each)} for each in results]
+    calls = [called(each.id, each.name, json.dumps(each.input)) for each in blocks if each.type == "tool_use"]
+    text = "".join(block.text for block in blocks)
     said: Body = {"role": message.role, "content": text, **({"tool_calls": calls} if calls else {})}
-    return [*found, said] if text or calls or not found else list(found)
-
-
-def _result(block: ResultBlock) -> str:
-    """Write what a call gave, as a template shows it: none has a place of its own for failures."""
-    return f"Error: {in_one_piece(block.content)}" if block.is_error else in_one_piece(block.content)
+    return [*results, said] if text or calls or not results else list(results)
 
 
 class MessageForm(ItemsForm):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,57 +15,30 @@ from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
 from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id
-from selfspec.serve.schemas import CalledFunction, Function, Many, Metadata, NamedFunction, Strict, in_one_piece
+from selfspec.serve.schemas import Content, Function, FunctionName, Hints, Many, Part, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
 
-class InputText(Strict):
-    """A piece of a message's text."""
+class Item(Part):
+    """A message of the conversation, a call that an answer made, or what it gave."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Many[Any] | None = None
-    logprobs: Many[Any] | None = None
-
-
-class InputMessage(Strict):
-    """A message of the conversation."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[InputText]
+    kinds: ClassVar = {
+        "message": ("role content", "id status phase"),
+        "function_call": ("call_id name arguments", "id status"),
+        "function_call_output": ("call_id output", "id status"),
+    }
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant", ""] = ""
+    content: Content = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Content = ""
     id: str | None = None
     status: str | None = None
     phase: str | None = None
-
-
-class InputCall(CalledFunction):
-    """A call that an answer made."""
-
-    type: Literal["function_call"]
-    call_id: str
-    id: str | None = None
-    status: str | None = None
-
-
-class InputResult(Strict):
-    """What a call gave."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Many[InputText]
-    id: str | None = None
-    status: str | None = None
-
-
-Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputResult, Tag("function_call_output")],
-    Discriminator(lambda item: item.get("type", "message") if isinstance(item, dict) else "message"),
-]
 
 
 class ResponseTool(Function):
@@ -74,7 +47,7 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
-class ChosenTool(NamedFunction):
+class ChosenTool(FunctionName):
     """The function that the model calls."""
 
     type: Literal["function"]
@@ -94,15 +67,17 @@ class ResponseText(Strict):
     """How the text is written."""
 
     format: ResponseTextFormat | None = None
+    verbosity: str | None = None
 
 
 class Reasoning(Strict):
     """How much the model thinks, where its template reads that."""
 
     effort: str | None = None
+    summary: str | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Hints):
     """`POST /v1/responses`."""
 
     model: str
@@ -123,60 +98,49 @@ class ResponsesRequest(Strict):
     conversation: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    # They change nothing here.
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
 
 async def respond(served: Served, http: Request, request: ResponsesRequest) -> Response:
     """Answer a request."""
-    choice = request.tool_choice
-    named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else None
-    tools = [{"type": "function", "function": _function(tool)} for tool in request.tools or ()]
+    chosen = request.tool_choice
     alike = {"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}
 
     def fields() -> Body:
+        tools = [_function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in request.tools or ()]
         return {
             **request.model_dump(include=alike),
             "messages": _messages(request),
             "max_tokens": request.max_output_tokens,
             "tools": tools or None,
-            "tool_choice": named or choice,
+            "tool_choice": _function({"name": chosen.name}) if isinstance(chosen, ChosenTool) else chosen,
             "response_format": _format(request.text),
-            "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+            "reasoning_effort": request.reasoning and request.reasoning.effort,
         }
 
     return await answer_as(served, http, fields, _RENAMED, lambda work: ResponseForm(served, request, work))
 
 
-def _function(tool: ResponseTool) -> Body:
-    return tool.model_dump(exclude={"type"}, exclude_none=True)
+def _function(said: Body) -> Body:
+    return {"type": "function", "function": said}
 
 
 def _format(text: ResponseText | None) -> Body | None:
     if text is None or text.format is None:
         return None
-    if text.format.type != "json_schema":
-        return {"type": text.format.type}
-    return {
-        "type": "json_schema",
-        "json_schema": text.format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True),
-    }
+    said = text.format.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+    return {"type": text.format.type, **({"json_schema": said} if text.format.type == "json_schema" else {})}
 
 
 def _messages(request: ResponsesRequest) -> list[Body]:
     """Write the conversation as chats have it: calls belong to the message before them."""
     messages: list[Body] = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    for item in [InputMessage(role="user", content=request.input)] if isinstance(request.input, str) else request.input:
-        if isinstance(item, InputMessage):
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for item in request.input:
+        if item.type == "message":
             messages.append({"role": item.role, "content": in_one_piece(item.content)})
-        elif isinstance(item, InputResult):
+        elif item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": in_one_piece(item.output)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
