@@ -18,43 +18,24 @@ from selfspec.model.checkpoint import read_config
 DTYPE = torch.bfloat16
 _Made = TypeVar("_Made")
 
-_LLAMA_3: dict[str, Any] = {
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 _SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SCALED |= {"original_max_position_embeddings": 8192}
+_LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+_LLAMA_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+_LLAMA_3 |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Llama-3.2-1B.
     "1B": {
-        **_LLAMA_3,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_parameters": {**_SCALED, "factor": 32.0},
+        **_LLAMA_3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+        "tie_word_embeddings": True, "rope_parameters": {**_SCALED, "factor": 32.0},
     },
     # Llama-3.1-8B.
     "8B": {
-        **_LLAMA_3,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-        "rope_parameters": {**_SCALED, "factor": 8.0},
+        **_LLAMA_3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128,
+        "tie_word_embeddings": False, "rope_parameters": {**_SCALED, "factor": 8.0},
     },
-}
+}  # fmt: skip
 """Configurations by the name of a size."""
 
 # Every product has a size that kernels for fewer bits take.
@@ -66,13 +47,7 @@ _LAYERS = {"1B": 3, "8B": 4}
 class Models:
     """Makes models on the device, in bfloat16, and holds the last one, since two may be too many.
 
-    Args:
-        device: where.
-        miniature: whether they are as small as can be.
-        small: folder of the trained llama that is widened; or "demo", the embedded one.
-
-    Raises:
-        CheckpointError: there is none.
+    `small` is the folder of the trained llama that is widened; or "demo", the embedded one.
     """
 
     def __init__(self, device: torch.device, miniature: bool, small: str = DEMO) -> None:
@@ -104,11 +79,6 @@ class Models:
         own: int = self._small_config.num_hidden_layers
         return places(own, self.size(shape).layers)[max(1, round(share * own)) - 1] + 1
 
-    def drop(self) -> None:
-        """Let go of the model that is held."""
-        self._held = ("", None)
-        free_memory()
-
     def _drawn(self, shape: str) -> PreTrainedModel:
         torch.manual_seed(0)
         # Made where it is to be: the memory of the host may not have the room.
@@ -116,14 +86,14 @@ class Models:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config(shape), dtype=DTYPE)
         return model.eval()
 
-    def _loaded(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Checkpoint:
+    def _loaded(self, dtype: Literal["bfloat16", "float32"]) -> Checkpoint:
         checkpoint = load_checkpoint(self._small, dtype=dtype, device=str(self._device))
         # Texts are as long as they are asked to be.
         checkpoint.model.generation_config.eos_token_id = None
         return checkpoint
 
     def _widened(self, shape: str) -> Checkpoint:
-        small = self._loaded()
+        small = self._loaded("bfloat16")
         if not isinstance(small.model, LlamaForCausalLM):
             raise UnsupportedModelError(f"{self._small} is no llama, and nothing else is widened; name another model")
         return Checkpoint(widened(small.model, self.size(shape)), small.tokenizer)
@@ -133,16 +103,13 @@ class Models:
         if not self._miniature:
             return SIZES[shape]
         small = self._small_config
-        return Size(
-            hidden=2 * small.hidden_size,
-            heads=2 * small.num_attention_heads,
-            intermediate=2 * small.intermediate_size,
-            layers=small.num_hidden_layers + 1,
-        )
+        doubled = (2 * each for each in (small.hidden_size, small.num_attention_heads, small.intermediate_size))
+        return Size(*doubled, small.num_hidden_layers + 1)
 
     def _kept(self, name: str, made: Callable[[], _Made]) -> _Made:
         if self._held[0] != name:
-            self.drop()
+            self._held = ("", None)
+            free_memory()
             self._held = (name, made())
         kept: _Made = self._held[1]
         return kept

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
-from device.figure import Figure, Rows
+from device.kit import CANNOT, Bench, Rows
 from device.models import DTYPE
-from device.stage import Bench, Case
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,6 +18,7 @@ from selfspec.formats.format import formats
 from selfspec.formats.packed import Packed, PackedLinear
 from selfspec.formats.rounding import kernels_of
 from selfspec.kernels.trial import runs_triton
+from selfspec.measure.estimate import Estimate
 from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.cuda_graphs import Recorder
 
@@ -28,9 +28,7 @@ _SHAPES = (
     *((2048, 2048), (8192, 2048), (2048, 8192), (128_256, 2048)),
     *((1024, 4096), (4096, 4096), (14_336, 4096), (4096, 14_336)),
 )
-NO_TRITON = "kernels in Triton run neither on a CPU nor on CUDA devices of a capability below 8.0"
-"""Why there is no figure of them."""
-
+NO_TRITON = CANNOT + "kernels in Triton run neither on a CPU nor on CUDA devices of a capability below 8.0"
 _ROWS = (1, 8)
 _REPEATS = 9
 # More than any cache of a device holds, so that weights come from its memory.
@@ -40,17 +38,18 @@ _HEADS, _KEY_HEADS, _HEAD_DIM, _TOKENS, _LENGTHS = 32, 8, 64, 8, 12
 _BLOCKS = ((1, 4096), (8, 512), (8, 4096), (8, 32_768), (32, 4096))
 
 
-def piece_cases(bench: Bench) -> Iterator[Case]:
+def piece_cases(bench: Bench) -> dict[str, Callable[[], Rows]]:
     """Products of each precision, and attention of blocks and over new lengths."""
-    for bits in (8, 4):
-        yield Case(f"products, {bits} bits", partial(_products, bench, bits))
-    yield Case("copies from the host", partial(_from_host, bench))
-    yield Case("attention of blocks", partial(_blocks, bench))
-    yield Case("attention over new lengths", partial(_attention, bench))
+    return {
+        **{f"products, {bits} bits": partial(_products, bench, bits) for bits in (8, 4)},
+        "copies from the host": partial(_from_host, bench),
+        "attention of blocks": partial(_blocks, bench),
+        "attention over new lengths": partial(_attention, bench),
+    }
 
 
 def _products(bench: Bench, bits: int) -> Rows:
-    rows: dict[str, dict[str, Figure]] = {}
+    rows: dict[str, dict[str, Estimate | float | str]] = {}
     most = _bytes_a_microsecond(bench)
     for outputs, inputs in ((64, 128),) if bench.miniature else _SHAPES:
         weight = torch.randn(outputs, inputs, device=bench.device, dtype=DTYPE)
@@ -61,11 +60,11 @@ def _products(bench: Bench, bits: int) -> Rows:
             dense = _timed(bench, partial(functional.linear, states), _copies(bench, weight))
             few = _timed(bench, lambda layer, x=states: layer(x), _layers(bench, rounded, kind))
             rows[f"{outputs} x {inputs}, {number} rows"] = {
-                "bfloat16": dense,
-                "bfloat16, of a copy's bandwidth": _share(weight.nbytes, dense, most),
-                f"{bits} bits": few,
-                f"{bits} bits, of a copy's bandwidth": _share(rounded.nbytes, few, most),
-                "by": Figure(kernels_of(bench.device).name.lower()),
+                "bfloat16, us": dense,
+                "bfloat16, % of a copy's bandwidth": _share(weight.nbytes, dense, most),
+                f"{bits} bits, us": few,
+                f"{bits} bits, % of a copy's bandwidth": _share(rounded.nbytes, few, most),
+                "by": kernels_of(bench.device).name.lower(),
             }
     return rows
 
@@ -80,16 +79,15 @@ def _bytes_a_microsecond(bench: Bench) -> float:
 def _from_host(bench: Bench) -> Rows:
     """Copy a block of page-locked memory of the host, as weights that are streamed are copied."""
     if not has_streams(bench.device):
-        return {"": {"rate": Figure(cannot="a CPU has its weights where it computes")}}
+        return {"": {"rate, GB/s": CANNOT + "a CPU has its weights where it computes"}}
     source = torch.empty(2**20 if bench.miniature else 2**28, dtype=torch.uint8, pin_memory=True)
     target, timer = torch.empty_like(source, device=bench.device), Timer(time.perf_counter, bench.device)
     seconds = [timer.of(lambda: target.copy_(source, non_blocking=True)) for _ in range(_REPEATS)]
-    return {"": {"rate": Figure.of([source.nbytes / each / 1e9 for each in seconds], "GB/s")}}
+    return {"": {"rate, GB/s": Estimate.of_median([source.nbytes / each / 1e9 for each in seconds])}}
 
 
-def _share(nbytes: int, taken: Figure, most: float) -> Figure:
-    assert isinstance(taken.value, float)
-    return Figure.number(100 * nbytes / taken.value / most, "%")
+def _share(nbytes: int, taken: Estimate, most: float) -> float:
+    return 100 * nbytes / taken.value / most
 
 
 def _copies(bench: Bench, weight: Tensor) -> list[Tensor]:
@@ -105,7 +103,7 @@ def _layers(bench: Bench, rounded: Packed, kind: type[PackedLinear]) -> list[tor
 
 
 @torch.inference_mode()
-def _timed(bench: Bench, product: Callable[..., Tensor], weights: list[Tensor] | list[torch.nn.Module]) -> Figure:
+def _timed(bench: Bench, product: Callable[..., Tensor], weights: list[Tensor] | list[torch.nn.Module]) -> Estimate:
     """Time one product, launched with the others of a graph where there are such, as a pass launches it."""
     timer = Timer(time.perf_counter, bench.device)
 
@@ -117,19 +115,19 @@ def _timed(bench: Bench, product: Callable[..., Tensor], weights: list[Tensor] |
     if has_graphs(bench.device):
         run = Recorder(bench.device).record(all_of_them).replay
         run()
-    return Figure.of([1e6 * timer.of(run) / len(weights) for _ in range(_REPEATS)], "us")
+    return Estimate.of_median([1e6 * timer.of(run) / len(weights) for _ in range(_REPEATS)])
 
 
 def _blocks(bench: Bench) -> Rows:
     """Attention with a mask and grouped queries, as `transformers` computes it and in Triton."""
-    rows: dict[str, dict[str, Figure]] = {}
+    rows: dict[str, dict[str, Estimate | float | str]] = {}
     for tokens, slots in ((2, 16),) if bench.miniature else _BLOCKS:
         made = partial(torch.randn, device=bench.device, dtype=DTYPE)
         queries, caches = made(1, _HEADS, tokens, _HEAD_DIM), made(2, 1, _KEY_HEADS, slots, _HEAD_DIM)
         mask = torch.ones(1, 1, tokens, slots, device=bench.device, dtype=torch.bool).tril(slots - tokens)
         rows[f"{tokens} tokens, {slots} slots"] = {
-            "torch": _timed(bench, partial(_by_torch, queries, mask), _copies(bench, caches)),
-            "Triton": _by_triton(bench, queries, mask, caches),
+            "by torch, us": _timed(bench, partial(_by_torch, queries, mask), _copies(bench, caches)),
+            "by Triton, us": _by_triton(bench, queries, mask, caches),
         }
     return rows
 
@@ -139,9 +137,9 @@ def _by_torch(queries: Tensor, mask: Tensor, caches: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
-def _by_triton(bench: Bench, queries: Tensor, mask: Tensor, caches: Tensor) -> Figure:
+def _by_triton(bench: Bench, queries: Tensor, mask: Tensor, caches: Tensor) -> Estimate | str:
     if not runs_triton(bench.device):
-        return Figure(cannot=NO_TRITON)
+        return NO_TRITON
     from selfspec.kernels.triton_attention import block_attention
 
     def attend(each: Tensor) -> Tensor:
@@ -161,11 +159,11 @@ def _attention(bench: Bench) -> Rows:
         mask = torch.ones(1, 1, _TOKENS, length, device=bench.device, dtype=torch.bool)
         return 1e3 * timer.of(lambda: functional.scaled_dot_product_attention(query, key, key, attn_mask=mask))
 
-    def over(first: int) -> Figure:
+    def over(first: int) -> Estimate:
         # The first three also load the kernels.
-        return Figure.of([milliseconds(length) for length in range(first, first + _LENGTHS)][3:], "ms")
+        return Estimate.of_median([milliseconds(length) for length in range(first, first + _LENGTHS)][3:])
 
     as_torch_chooses = over(500)
     with for_new_lengths(bench.device):
         chosen = over(700)
-    return {"": {"as torch chooses": as_torch_chooses, "as selfspec's passes have it": chosen}}
+    return {"": {"as torch chooses, ms": as_torch_chooses, "as selfspec's passes have it, ms": chosen}}

@@ -1,21 +1,273 @@
-"""All stages, in the order in which they run."""
+"""The stages: texts and waits of drafts, pieces of a pass, captures, and what the parts of a round cost."""
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from itertools import product
+from logging import getLogger
+from logging.handlers import BufferingHandler
+from typing import Any
 
-from device.captures import capture_cases
-from device.costs import cost_cases
-from device.first import first_cases
-from device.products import piece_cases
-from device.stage import Stage
-from device.waits import wait_cases
+import torch
+from device.kit import CANNOT, FAILED, Bench, Rows, Stage
+from device.products import NO_TRITON, piece_cases
+from harness import equal_tokens, sampling
 
-STAGES = (
-    Stage("first", "Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
-    Stage("pieces", "Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
-    Stage("costs-8B", "c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
-    Stage("waits", "How often a round waits for the device, and how long it takes", 3, wait_cases),
-    Stage("captures", "How many passes each generation captures, and how long that takes", 2, capture_cases),
-    Stage("costs-1B", "c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
-)
+from selfspec.api import wrap
+from selfspec.control import Control, CostAware, FixedLength
+from selfspec.decode.generation import Generation
+from selfspec.device import Timer
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.registry import PLAIN, draft_name, parse_draft
+from selfspec.kernels import trial
+from selfspec.measure.costs import measure_costs
+from selfspec.measure.estimate import Estimate
+from selfspec.measure.prompts import built_in
+from selfspec.measure.stock import bare
+from selfspec.model.registry import find_adapter
+from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
+from selfspec.tools.lab.arms import RUNTIMES, RuntimeName, runtime_named
+
+Cases = dict[str, Callable[[], Rows]]
+
+_BY = (RuntimeName.EAGER, RuntimeName.GRAPHS)
+_CHAIN, _TREE = FixedLength(3), FixedLength(3, nodes=7)
+_DRAFTS = {
+    "plain": (PLAIN, _CHAIN),
+    "exit": ("exit:2", _CHAIN),
+    "tree along an exit": ("exit:2", _TREE),
+    "int8": ("int8", _CHAIN),
+    "int4": ("int4", _CHAIN),
+    "look-ups": ("lookup", _CHAIN),
+    "recycled tokens": ("recycle", _TREE),
+}
+_NOT_COUNTED = CANNOT + "torch counts waits for a CUDA device alone; on a CPU there is nothing to wait for"
+# What torch says of each operation that waits, while it is asked to.
+_WAITS = "called a synchronizing CUDA operation"
+
+
+def first_cases(bench: Bench) -> Cases:
+    """Return each draft by stock modules and by graphs."""
+    return {f"{by}, {name}": partial(_seen, bench, by, name) for by, name in product(_BY, _DRAFTS)}
+
+
+def _seen(bench: Bench, by: RuntimeName, name: str) -> Rows:
+    """Compare texts of a draft with plain decoding's, of the small trained model in float32; count waits of a round."""
+    heard, logger = BufferingHandler(100), getLogger(trial.__name__)
+    logger.addHandler(heard)
+    try:
+        figures = _written(bench, by, name)
+    finally:
+        logger.removeHandler(heard)
+    kernels = "trusted" if trial.runs_triton(bench.device) else NO_TRITON
+    said = [record.getMessage() for record in heard.buffer]
+    return {"": {**figures, "kernels in Triton": FAILED + "; ".join(said) if said else kernels}}
+
+
+def _written(bench: Bench, by: RuntimeName, name: str) -> dict[str, Estimate | float | str]:
+    checkpoint = bench.models.small("float32")
+    model, (draft, length) = bare(checkpoint.model), _DRAFTS[name]
+    context, tokens, rounds = (8, 12, 2) if bench.miniature else (64, 96, 12)
+    prompts = built_in().prompts(checkpoint.tokenizer, 3, 3, context)[0].to(bench.device)
+    given: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None}
+    mask = torch.ones_like(prompts)
+    spec = wrap(model, parse_draft(draft), draft_length=length, accept="coupled", runtime=runtime_named(by, after=0))
+
+    def begun() -> Generation:
+        return spec.stream(prompts, mask, **given, **sampling(0.0))
+
+    wanted = model.generate(prompts, attention_mask=mask, pad_token_id=0, **given, **sampling(0.0))
+    # The second time programs run that were proved the first time.
+    greedy = [begun().finish().sequences for _ in range(2)][-1]
+    sampled, plain = (
+        each.generate(prompts, mask, seed=1, **given, **sampling(0.8)).sequences
+        for each in (spec, wrap(model, None, accept="coupled"))
+    )
+    waits = waits_of_rounds(begun, rounds) if bench.device.type == "cuda" else _NOT_COUNTED
+    proved = len(spec.programs.proved)
+    # Miniature texts end too soon.
+    missed = spec.runtime.after is not None and not proved and not bench.miniature
+    ran = FAILED + "no kind of pass ran by a program" if missed else float(proved)
+    compared = {"greedy text": _compared(greedy, wanted), "sampled text": _compared(sampled, plain)}
+    return {**compared, "waits a round": waits, "kinds by programs": ran}
+
+
+def _compared(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    for row, (text, other) in enumerate(zip(found.tolist(), wanted.tolist(), strict=True)):
+        alike = equal_tokens(text, other)
+        if alike < len(other):
+            return f"{FAILED}row {row} is another text from its token {alike} on"
+    return "EQUAL"
+
+
+def waits_of_rounds(begun: Callable[[], Generation], rounds: int) -> Estimate:
+    """Count how often rounds after the first wait for a CUDA device.
+
+    Torch's debug mode for synchronisation sees operations that wait by themselves: values read, and copies to and from
+    pageable memory. It does not see calls of `synchronize`. Mode and warning filters are those of the process, so
+    nothing else may run meanwhile.
+    """
+    generation, before, found = begun(), torch.cuda.get_sync_debug_mode(), []
+    next(generation)
+    for _ in range(rounds):
+        with warnings.catch_warnings(record=True) as seen:
+            # The mode warns of itself, too, when it is first used.
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                next(generation)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        found.append(float(sum(_WAITS in str(each.message) for each in seen)))
+    generation.close()
+    return Estimate.of_median(found)
+
+
+def wait_cases(bench: Bench) -> Cases:
+    """Return plain decoding and drafts of fixed and of changing length, by stock modules and graphs."""
+    exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
+    drafts = [(PLAIN, None), (exit_, 3), (exit_, None), ("int8", 3), ("lookup", 3)]
+    cases: Cases = {}
+    for by, (draft, length), temperature in product(_BY, drafts, (0.0, 0.8)):
+        how = "" if draft == PLAIN else f", {f'{length} tokens' if length else 'default control'}"
+        name = f"{by}, {draft}{how}, {'sampled' if temperature else 'greedy'}"
+        cases[name] = partial(_counted, bench, by, draft, length, temperature)
+    return cases
+
+
+def _counted(bench: Bench, by: RuntimeName, draft: str, length: int | None, temperature: float) -> Rows:
+    checkpoint = bench.models.trained("1B")
+    # Texts long enough that programs of every kind are made and proved, and that no round is the last.
+    warm_ups, rounds, tokens = (1, 2, 24) if bench.miniature else (2, 16, 192)
+    how = {"draft_length": length, "runtime": runtime_named(by, after=0)}
+    spec = wrap(bare(checkpoint.model), parse_draft(draft), **how)  # type: ignore[arg-type]
+    prompts = _prompts(bench, checkpoint.tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "seed": 1}
+
+    def begun() -> Generation:
+        return spec.stream(prompts, torch.ones_like(prompts), **options, **sampling(temperature))
+
+    for _ in range(warm_ups):
+        begun().finish()
+    timer, drafted = Timer(time.perf_counter, bench.device), list[float]()
+    generation = begun()
+    # The first round also makes room, and programs where memory has moved.
+    next(generation)
+    seconds = [timer.of(lambda: drafted.append(float(len(next(generation).rows[0].draft)))) for _ in range(rounds)]
+    generation.close()
+    return {
+        "": {
+            "a round, ms": Estimate.of_median([1000 * each for each in seconds]),
+            "drafted": Estimate.of_median(drafted),
+            "waits a round": waits_of_rounds(begun, rounds) if bench.device.type == "cuda" else _NOT_COUNTED,
+        }
+    }
+
+
+def _prompts(bench: Bench, tokenizer: Any) -> torch.Tensor:
+    return built_in().prompts(tokenizer, 1, 1, 8 if bench.miniature else 128)[0].to(bench.device)
+
+
+def capture_cases(bench: Bench) -> Cases:
+    """Return generations of which later ones should capture nothing: plain, chains, look-ups and trees."""
+    exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
+    drafts: list[tuple[str, Control]] = [(PLAIN, CostAware()), ("int8", CostAware()), ("lookup", CostAware())]
+    drafts.append((exit_, FixedLength(4, nodes=64)))
+    return {f"{draft}, {control}": partial(_captured, bench, draft, control) for draft, control in drafts}
+
+
+def _captured(bench: Bench, draft: str, control: Control) -> Rows:
+    checkpoint, captures = bench.models.trained("1B"), list[float]()
+    kind: Any = RUNTIMES[RuntimeName.GRAPHS]
+
+    class Noting(kind):
+        """Notes how long each capture takes."""
+
+        def recorder(self, device: torch.device) -> Recorder:
+            recorder: Recorder = super().recorder(device)
+            record = recorder.record
+
+            def noted(launch: Launch) -> Recording:
+                began = time.perf_counter()
+                recording = record(launch)
+                captures.append(time.perf_counter() - began)
+                return recording
+
+            recorder.record = noted  # type: ignore[method-assign]
+            return recorder
+
+    spec = wrap(bare(checkpoint.model), parse_draft(draft), draft_length=control, runtime=Noting())
+    prompts, rows = _prompts(bench, checkpoint.tokenizer), {}
+    for number, length in enumerate((24, 24) if bench.miniature else (64, 256, 64, 256), 1):
+        before, began = len(captures), time.perf_counter()
+        options: dict[str, Any] = {"max_new_tokens": length, "eos_token_id": None, "do_sample": False}
+        spec.generate(prompts, torch.ones_like(prompts), **options)
+        rows[f"generation {number}, {length} tokens"] = {
+            "captures": float(len(captures) - before),
+            "captures, s": sum(captures[before:]),
+            "whole, s": time.perf_counter() - began,
+        }
+    return rows
+
+
+def cost_cases(shape: str, bench: Bench) -> Cases:
+    """Return each runtime with an exit at a quarter of the depth and with fewer bits, at the shape of a known model."""
+    exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
+    context, longer = (16, 24) if bench.miniature else (512, 4096)
+    wanted = [(by, draft, context, 1) for by, draft in product(reversed(_BY), ("int8", "int4", exit_))]
+    wanted += [(RuntimeName.GRAPHS, exit_, context, 8), (RuntimeName.GRAPHS, exit_, longer, 1)]
+    return {
+        f"{by}, {draft}, batch {batch}, {tokens} tokens": partial(_costs, shape, bench, by, draft, tokens, batch)
+        for by, draft, tokens, batch in wanted
+    }
+
+
+def _costs(shape: str, bench: Bench, by: RuntimeName, draft: str, context: int, batch: int) -> Rows:
+    model, drafter = bare(bench.models.random(shape)), parse_draft(draft)
+    assert isinstance(drafter, LayerPathDrafter)
+    # Refuses by name what the device cannot run.
+    base = wrap(model, drafter, runtime=runtime_named(by, after=0))
+    measured = measure_costs(
+        model,
+        find_adapter(model),
+        [drafter],
+        (1, 4) if bench.miniature else (1, 2, 4, 8, 16),
+        context,
+        1 if bench.miniature else 15,
+        lengths=(3,) if bench.miniature else (1, 3, 7),
+        batch=batch,
+        base=base.drafting(None),
+    )
+    name, step = draft_name(drafter), measured.step_seconds
+    figures: dict[str, Estimate | float | str] = {
+        "plain step, ms": Estimate(*(1000 * each for each in (step.value, step.low, step.high)), step.confidence),
+        "c": measured.draft[name],
+        "o": measured.overhead[name],
+        **{f"V({m})": each for m, each in measured.verify[name].items()},
+        **{f"V({m}), from tokens": each for m, each in measured.verify[PLAIN].items() if m > 1},
+    }
+    if measured.out_of_step is not None:
+        figures["out of step"] = measured.out_of_step
+    if draft.startswith("int"):
+        figures["substitutes, MiB"] = base.substitutes.nbytes / 2**20
+    if base.runtime.after is not None:
+        # A figure without programs would be the stock modules'.
+        refused = Counter(base.programs.refusals.values())
+        figures["kinds by programs"] = float(len(base.programs.proved))
+        figures["refused kinds"] = "; ".join(f"{number} x {reason}" for reason, number in refused.items()) or "none"
+    return {"": figures}
+
+
+STAGES = {
+    "first": Stage("Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
+    "pieces": Stage("Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
+    "costs-8B": Stage("c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
+    "waits": Stage("How often a round waits for the device, and how long it takes", 3, wait_cases),
+    "captures": Stage("How many passes each generation captures, and how long that takes", 2, capture_cases),
+    "costs-1B": Stage("c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
+}
+"""All stages, in the order in which they run."""

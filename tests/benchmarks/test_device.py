@@ -5,7 +5,6 @@ A widened model computes what the small one does.
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -16,14 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import command
-from device.command import main
-from device.figure import Figure, Rows, lacking
-from device.first import first_cases
+from device.kit import CANNOT, FAILED, Bench, Rows, Stage, main
 from device.models import SHAPES, Models
-from device.stage import Bench, Case, Stage
-from device.stages import STAGES
-from device.waits import waits_of_rounds
+from device.stages import STAGES, first_cases, waits_of_rounds
 from transformers import LlamaConfig, LlamaForCausalLM
 from widen import Size, padding_chance, stretch, widened, widened_config
 
@@ -31,8 +25,10 @@ from helpers.captures import StandIn
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import trial
 from selfspec.measure.embedded import checkpoint_folder
+from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import read_config
 from selfspec.tools.lab import arms
+from selfspec.tools.lab.runs import Row, Runs
 
 STORIES = str(Path(__file__).resolve().parents[1] / "models" / "stories260K")
 MINIATURE = ["--device", "cpu", "--miniature", "--model", STORIES]
@@ -48,34 +44,36 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
-def found_in(folder: Path, stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{stage}.json").read_text())
-    return found
+def found_in(folder: Path) -> list[Row]:
+    return Runs(folder).measured("device")
 
 
 @pytest.mark.tools
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("stage", [stage.name for stage in STAGES])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_runs_whole(stage: str, tmp_path: Path) -> None:
-    assert main([stage, *MINIATURE, "--to", str(tmp_path)]) == 0
-    record = found_in(tmp_path, stage)
-    assert record["cases"]
-    cannot = [found["reason"]["cannot"] for found in record["cases"].values() if found["reason"] is not None]
+    assert main(STAGES, [stage, *MINIATURE, "--to", str(tmp_path)]) == 0
+    rows = found_in(tmp_path)
+    assert rows
+    assert all(row["stage"] == stage and len(row["figures"]) > 0 for row in rows)
     # A CPU lacks nothing that has a stand-in.
-    assert cannot == []
-    rows = [row for case in record["cases"].values() for row in case["rows"].values()]
-    lacked = {figure["cannot"] for row in rows for figure in row.values()} - {None}
+    said = [value for row in rows for value in row.values() if isinstance(value, str)]
+    lacked = {each for each in said if each.startswith(CANNOT)}
     assert all("on a CPU" in reason or "a CPU has" in reason or "compiler" in reason for reason in lacked), lacked
     summary = (tmp_path / "summary.md").read_text()
-    assert f"## {stage}" in summary
-    assert "**failed**" not in summary
-    assert not (tmp_path / f"{stage}.partial.json").exists()
+    assert f"## {stage}\n" in summary
+    assert "FAILED" not in summary
 
 
 def test_another_text_and_a_kernel_that_is_not_trusted_are_seen_first(monkeypatch: pytest.MonkeyPatch) -> None:
     device, own = torch.device("cpu"), LlamaForCausalLM.generate
-    case = next(iter(first_cases(Bench(device, miniature=True, models=Models(device, miniature=True, small=STORIES)))))
-    assert {name for figures in case.measure().values() for name, each in figures.items() if each.failed} == set()
+    measure = first_cases(Bench(device, miniature=True, models=Models(device, miniature=True, small=STORIES)))
+
+    def failing() -> dict[str, Any]:
+        (figures,) = measure["eager, plain"]().values()
+        return {name: each for name, each in figures.items() if str(each).startswith(FAILED)}
+
+    assert failing() == {}
 
     def other(*args: Any, **options: Any) -> Any:
         text = own(*args, **options)
@@ -87,66 +85,61 @@ def test_another_text_and_a_kernel_that_is_not_trusted_are_seen_first(monkeypatc
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", other)
     monkeypatch.setattr("selfspec.model.decodable.check_loop", lambda model: None)
-    (figures,) = case.measure().values()
-    assert {name: each.failed for name, each in figures.items() if each.failed} == {
-        "greedy text": "row 1 is another text from its token 18 on",
-        "kernels in Triton": "it differs",
+    assert failing() == {
+        "greedy text": "FAILED: row 1 is another text from its token 18 on",
+        "kernels in Triton": "FAILED: it differs",
     }
 
 
-def stage_of(monkeypatch: pytest.MonkeyPatch, **cases: Callable[[], Rows]) -> None:
-    made = Stage("made", "Made up", 1, lambda bench: (Case(name, measure) for name, measure in cases.items()))
-    monkeypatch.setattr(command, "STAGES", (made,))
-    monkeypatch.setattr(command, "_NAMES", ["made"])
+def stages_of(**cases: Callable[[], Rows]) -> dict[str, Stage]:
+    return {"made": Stage("Made up", 1, lambda bench: cases)}
 
 
 def counting(calls: list[str], name: str) -> Rows:
     calls.append(name)
-    return {"": {"number": Figure.number(len(calls))}}
+    return {"": {"amount": float(len(calls))}}
 
 
-def test_a_killed_stage_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_stage_goes_on_where_it_was(tmp_path: Path) -> None:
     calls: list[str] = []
 
     def killed() -> Rows:
         calls.append("second")
         if calls.count("second") == 1:
             raise KeyboardInterrupt
-        return {"": {"number": Figure.of([1.0, 2.0, 3.0], "ms")}}
+        return {"": {"amount": Estimate.of_median([1.0, 2.0, 3.0, 4.0, 5.0])}}
 
-    stage_of(monkeypatch, first=partial(counting, calls, "first"), second=killed)
+    stages = stages_of(first=partial(counting, calls, "first"), second=killed)
     words = [*MINIATURE, "--to", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        main(words)
-    assert (tmp_path / "made.partial.json").exists()
-    assert main(words) == 0
+        main(stages, words)
+    assert main(stages, words) == 0
     assert calls == ["first", "second", "second"]
-    assert list(found_in(tmp_path, "made")["cases"]) == ["first", "second"]
-    # Complete: nothing is measured again, unless that is asked for.
-    assert main(words) == 0
+    assert [row["case"] for row in found_in(tmp_path)] == ["first", "second"]
+    assert "| second | 3.00 (1.00-5.00) |" in (tmp_path / "summary.md").read_text()
+    # Complete: nothing is measured again, but what was asked for otherwise.
+    assert main(stages, words) == 0
     assert len(calls) == 3
-    assert main([*words, "--again"]) == 0
+    assert main(stages, ["--device", "cpu", "--miniature", "--to", str(tmp_path)]) == 0
     assert calls[3:] == ["first", "second"]
 
 
-def test_what_ends_the_process_again_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_the_process_again_is_left_out(tmp_path: Path) -> None:
     def deadly() -> Rows:
         raise SystemExit(9)
 
     calls: list[str] = []
-    stage_of(monkeypatch, deadly=deadly, last=partial(counting, calls, "last"))
+    stages = stages_of(deadly=deadly, last=partial(counting, calls, "last"))
     words = [*MINIATURE, "--to", str(tmp_path)]
     for _ in range(2):
         with pytest.raises(SystemExit, match="9"):
-            main(words)
-    assert main(words) == 1
+            main(stages, words)
+    assert main(stages, words) == 1
     assert calls == ["last"]
-    assert "ended 2 times" in found_in(tmp_path, "made")["cases"]["deadly"]["reason"]["failed"]
+    assert "ended 2 times" in found_in(tmp_path)[0]["error"]
 
 
-def test_a_case_that_fails_is_recorded_and_the_next_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_fails_is_recorded_and_the_next_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def failing() -> Rows:
         raise ZeroDivisionError("no\nluck")
 
@@ -154,28 +147,24 @@ def test_a_case_that_fails_is_recorded_and_the_next_runs(
         raise UnsupportedOptionError("move it to a device")
 
     calls: list[str] = []
-    stage_of(monkeypatch, failing=failing, refused=refused, last=partial(counting, calls, "last"))
-    assert main([*MINIATURE, "--to", str(tmp_path)]) == 1
-    cases = found_in(tmp_path, "made")["cases"]
-    assert cases["failing"]["reason"]["failed"] == "ZeroDivisionError: no luck"
-    assert cases["refused"]["reason"]["cannot"] == "move it to a device"
-    assert cases["last"]["rows"][""]["number"]["value"] == 1
-    summary = (tmp_path / "summary.md").read_text()
-    assert "- **failed**: made: ZeroDivisionError: no luck (failing)" in summary
-    assert "- cannot: made: move it to a device (refused)" in summary
-    assert "failing: failed in 0 s: ZeroDivisionError" in capsys.readouterr().out
+    stages = stages_of(failing=failing, refused=refused, last=partial(counting, calls, "last"))
+    assert main(stages, [*MINIATURE, "--to", str(tmp_path / "all")]) == 1
+    assert [row.get("amount") for row in found_in(tmp_path / "all")] == [None, None, 1.0]
+    summary = (tmp_path / "all" / "summary.md").read_text()
+    assert "- made: FAILED: ZeroDivisionError: no luck (test_device.py:" in summary
+    assert "- made: cannot: UnsupportedOptionError: move it to a device (refused)" in summary
+    assert "failing: FAILED: ZeroDivisionError" in capsys.readouterr().out
     # What is refused is no failure.
-    stage_of(monkeypatch, refused=refused)
-    assert main([*MINIATURE, "--to", str(tmp_path), "--again"]) == 0
+    assert main(stages_of(refused=refused), [*MINIATURE, "--to", str(tmp_path / "one")]) == 0
 
 
-def test_no_case_begins_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_case_begins_when_time_is_up(tmp_path: Path) -> None:
     calls: list[str] = []
-    stage_of(monkeypatch, first=partial(counting, calls, "first"))
+    stages = stages_of(first=partial(counting, calls, "first"))
     words = [*MINIATURE, "--to", str(tmp_path)]
-    assert main([*words, "--minutes", "-1"]) == 1
+    assert main(stages, [*words, "--minutes", "-1"]) == 1
     assert calls == []
-    assert main(words) == 0
+    assert main(stages, words) == 0
 
 
 @pytest.mark.parametrize(
@@ -197,38 +186,19 @@ def test_what_cannot_be_asked_for_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        main(words)
+        main(STAGES, words)
     assert reason in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_of_other_settings_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage_of(monkeypatch, first=partial(counting, [], "first"))
-    words = ["--device", "cpu", "--miniature", "--to", str(tmp_path)]
-    assert main([*words, "--model", STORIES]) == 0
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert "was made with" in capsys.readouterr().err
-    (tmp_path / "made.json").write_text("{")
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert "made.json cannot be read" in capsys.readouterr().err
-
-
 def test_stages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
+    assert main(STAGES, ["--list"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed] == [stage.name for stage in STAGES]
-    assert all(stage.minutes < 9 for stage in STAGES)
-    # Names of cases differ.
+    assert [line.split()[0] for line in printed] == list(STAGES)
+    assert all(stage.minutes < 9 for stage in STAGES.values())
     for miniature in (True, False):
-        device = torch.device("cpu")
-        bench = Bench(device, miniature, Models(device, miniature))
-        for stage in STAGES:
-            names = [case.name for case in stage.cases(bench)]
-            assert len(set(names)) == len(names) > 0
+        bench = Bench(torch.device("cpu"), miniature, Models(torch.device("cpu"), miniature))
+        assert all(stage.cases(bench) for stage in STAGES.values())
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after() -> None:
@@ -263,16 +233,6 @@ def test_random_models_are_the_same_every_time_and_trained_ones_say_what_the_sma
     assert all(map(torch.equal, first.state_dict().values(), again.state_dict().values()))
 
 
-def test_figures() -> None:
-    assert Figure.of([1.0, 2.0, 3.0, 4.0, 5.0], "ms").shown == "3 (1-5) ms"
-    assert Figure.number(float("nan"), lacking="nobody knows") == Figure(cannot="nobody knows")
-    assert Figure("EXACT").shown == "EXACT"
-    assert Figure.number(12345.6, "MiB").shown == "12346 MiB"
-    assert lacking(ValueError("bad")).shown == "FAILED"
-    with pytest.raises(ValueError, match="came out as inf"):
-        replace(Figure.number(1.0), value=float("inf"))
-
-
 def test_waits_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = ["default"]
 
@@ -296,7 +256,7 @@ def test_waits_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[0])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     begun: Any = Waiting
-    assert waits_of_rounds(begun, 3).samples == (2.0, 3.0, 4.0)
+    assert waits_of_rounds(begun, 3) == Estimate.of_median([2.0, 3.0, 4.0])
     assert modes == ["default", *["warn", "default"] * 3]
 
 
