@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from device.waits import waits_of_rounds
+from device.stages import waits_of_rounds
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -89,7 +89,7 @@ def test_a_round_waits_for_the_device_when_it_commits_and_not_before(
         # Until programs are proved: to prove one means to wait.
         spec.generate(prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
     begun = partial(spec.stream, prompts, max_new_tokens=NEW, do_sample=do_sample, seed=1)
-    assert waits_of_rounds(begun, 1).samples == (1.0,)
+    assert waits_of_rounds(begun, 1).value == 1.0
 
 
 @pytest.mark.parametrize("draft", DRAFTS[1:], ids=str)

@@ -126,9 +126,10 @@ def _found(measure: Callable[[], Rows], _: Sequence[Run]) -> list[list[Row]]:
     """Measure a case; its figures become columns, those with intervals as in every table of the lab."""
     found = []
     for name, figures in measure().items():
-        found.append({"row": name, "figures": [*figures]})
+        row: Row = {"row": name, "figures": [*figures]}
         for figure, value in figures.items():
-            found[-1] |= spread(figure, value) if isinstance(value, Estimate) else {figure: value}
+            row |= spread(figure, value) if isinstance(value, Estimate) else {figure: value}
+        found.append(row)
     return [found]
 
 
@@ -186,5 +187,5 @@ def _surroundings(device: torch.device) -> Row:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
         memory = torch.cuda.get_device_properties(device).total_memory
-        found |= {"cuda": torch.version.cuda, "driver": (said or [None])[0], "device_memory": memory}
+        found |= {"cuda": torch.version.cuda, "driver": said[0] if said else None, "device_memory": memory}
     return found

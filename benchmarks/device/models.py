@@ -103,8 +103,8 @@ class Models:
         if not self._miniature:
             return SIZES[shape]
         small = self._small_config
-        doubled = (2 * each for each in (small.hidden_size, small.num_attention_heads, small.intermediate_size))
-        return Size(*doubled, small.num_hidden_layers + 1)
+        hidden, heads, inside = small.hidden_size, small.num_attention_heads, small.intermediate_size
+        return Size(2 * hidden, 2 * heads, 2 * inside, small.num_hidden_layers + 1)
 
     def _kept(self, name: str, made: Callable[[], _Made]) -> _Made:
         if self._held[0] != name:

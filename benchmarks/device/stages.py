@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from logging import getLogger
@@ -244,7 +245,7 @@ def _costs(shape: str, bench: Bench, by: RuntimeName, draft: str, context: int, 
     )
     name, step = draft_name(drafter), measured.step_seconds
     figures: dict[str, Estimate | float | str] = {
-        "plain step, ms": Estimate(*(1000 * each for each in (step.value, step.low, step.high)), step.confidence),
+        "plain step, ms": replace(step, value=1000 * step.value, low=1000 * step.low, high=1000 * step.high),
         "c": measured.draft[name],
         "o": measured.overhead[name],
         **{f"V({m})": each for m, each in measured.verify[name].items()},

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from device import command
-from device.stage import Bench, Case, Stage
+from device.kit import Bench, Rows, Stage, main
 from device.stages import STAGES
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -37,6 +34,7 @@ from selfspec.placement.weight_stream import DeviceCopies
 from selfspec.runtime import usual_runtime
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.tools.lab.arms import RUNTIMES, usual_runtime_name
+from selfspec.tools.lab.runs import Runs
 
 pytestmark = pytest.mark.accelerator
 
@@ -410,26 +408,24 @@ CHOSEN = {
     "first": ["graphs, exit"],
     "pieces": ["products, 8 bits", "products, 4 bits", "attention of blocks", "attention over new lengths"],
     "waits": ["graphs, exit:2, 3 tokens, greedy"],
-    "costs-1B": ["graphs, exit:1, 16 tokens"],
+    "costs-1B": ["graphs, exit:1, batch 1, 16 tokens"],
 }
 
 
-def chosen(stage: Stage, bench: Bench) -> Iterator[Case]:
-    return (case for case in stage.cases(bench) if case.name in CHOSEN[stage.name])
+def chosen(stage: str, bench: Bench) -> dict[str, Callable[[], Rows]]:
+    cases = STAGES[stage].cases(bench)
+    return {name: cases[name] for name in CHOSEN[stage]}
 
 
 @pytest.mark.usefixtures("verbosity_as_before")
-def test_the_kit_runs_from_stage_to_stage(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = tuple(replace(stage, cases=partial(chosen, stage)) for stage in STAGES)
-    monkeypatch.setattr(command, "STAGES", stages)
-    words = [*CHOSEN, "--device", str(accelerator.device), "--miniature", "--model", STORIES, "--to", str(tmp_path)]
-    assert command.main(words) == 0
+def test_the_kit_runs_from_stage_to_stage(accelerator: Accelerator, tmp_path: Path) -> None:
+    stages = {name: Stage(STAGES[name].about, 1, partial(chosen, name)) for name in CHOSEN}
+    words = ["--device", str(accelerator.device), "--miniature", "--model", STORIES, "--to", str(tmp_path)]
+    assert main(stages, words) == 0
+    rows = Runs(tmp_path).measured("device")
     for stage, names in CHOSEN.items():
-        cases = json.loads((tmp_path / f"{stage}.json").read_text())["cases"]
-        assert list(cases) == names
-        # It lacks what is CUDA's alone, and no case as a whole.
-        assert [case["reason"] for case in cases.values() if case["reason"] is not None] == []
-        assert {case["environment"]["device"] for case in cases.values()} == {"stand-in"}
-    assert "**failed**" not in (tmp_path / "summary.md").read_text()
+        assert list(dict.fromkeys(row["case"] for row in rows if row["stage"] == stage)) == names
+    # It lacks what is CUDA's alone, and no case as a whole.
+    assert {row["device"] for row in rows} == {"stand-in"}
+    assert not any("error" in row for row in rows)
+    assert "FAILED" not in (tmp_path / "summary.md").read_text()
