@@ -21,6 +21,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers.utils import logging
 
+import selfspec
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
 from selfspec.measure.acceptance import TEMPERATURES, teacher_forced
@@ -29,7 +30,9 @@ from selfspec.measure.embedded import model_place
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
+from selfspec.model.checkpoint import load_tokenizer
 from selfspec.model.registry import find_adapter
+from selfspec.tools.lab.report import markdown_table
 
 
 def main() -> None:
@@ -41,12 +44,13 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=40, help="of texts")
     parser.add_argument("--tokens", type=int, default=256, help="of a text")
     parser.add_argument("--again", type=int, default=0, help="tokens of a text that come again, and alone are judged")
+    parser.add_argument("--weights", choices=["planes"], help="packed so; [default: dense, in float32]")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="acceptance", help="of the results")
     options = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in ("number", "tokens", "again", "threads")}
+    settings = {name: getattr(options, name) for name in ("number", "tokens", "again", "weights", "threads")}
     models: dict[str, dict[str, Any]] = {}
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "models": models}
     for place in track(options.models, transient=True):
@@ -56,8 +60,12 @@ def main() -> None:
 
 
 def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
-    checkpoint = load_checkpoint(model_place(place), "float32", "cpu")
-    texts = prompts_of(options.texts, checkpoint.tokenizer, options.number, options.tokens)
+    folder = model_place(place)
+    if options.weights:
+        model = selfspec.load(folder, weights=options.weights, dtype="bfloat16", draft=False).model
+    else:
+        model = load_checkpoint(folder, "float32", "cpu").model
+    texts = prompts_of(options.texts, load_tokenizer(folder), options.number, options.tokens)
     judged: list[Tensor | Continuation] = [*texts]
     if options.again:
         judged = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt=options.tokens) for ids in texts]
@@ -65,31 +73,22 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     paths = {name: draft for name, draft in drafts.items() if isinstance(draft, LayerPathDrafter)}
     if paths.keys() != drafts.keys():
         raise SystemExit(f"no path of the model: {', '.join(drafts.keys() - paths.keys())}")
-    found = teacher_forced(checkpoint.model, find_adapter(checkpoint.model), paths, judged, TEMPERATURES)
-    return {
-        name: {
-            "agreement": draft.alpha(0.0).to_dict(),
-            **{f"1 - TV at {heat:g}": draft.alpha(heat).to_dict() for heat in TEMPERATURES},
-        }
-        for name, draft in found.items()
-    }
+    found = teacher_forced(model, find_adapter(model), paths, judged, TEMPERATURES)
+    rates = {"agreement": 0.0, **{f"1 - TV at {heat:g}": heat for heat in TEMPERATURES}}
+    return {name: {rate: each.alpha(at).to_dict() for rate, at in rates.items()} for name, each in found.items()}
 
 
 def _report(record: dict[str, Any]) -> str:
     settings = record["settings"]
     again = f", whose first {settings['again']} come again and alone are judged" if settings.get("again") else ""
     columns = ["agreement", *(f"1 - TV at {heat:g}" for heat in TEMPERATURES)]
-    lines = [
-        f"On {settings['number']} held-out texts of {settings['tokens']} tokens{again}, float32, with 95 % bootstrap "
-        "intervals over texts.\n",
-        f"| model | draft | {' | '.join(columns)} |",
-        "|---" * (2 + len(columns)) + "|",
+    rows = [
+        [model, draft, *(Estimate(**figures[name]).shown(3) for name in columns)]
+        for model, drafts in record["models"].items()
+        for draft, figures in drafts.items()
     ]
-    for model, drafts in record["models"].items():
-        for draft, figures in drafts.items():
-            cells = [Estimate(**figures[name]).shown(3) for name in columns]
-            lines.append(f"| {model} | {draft} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    said = f"On {settings['number']} held-out texts of {settings['tokens']} tokens{again}, 95 % intervals over texts."
+    return f"{said}\n\n{markdown_table(['model', 'draft', *columns], rows)}\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by benchmarks: the place of results, timing, decoding in turns, and workers in processes of their own."""
+"""Shared by benchmarks: the place of results, the lab over arms of any kind, and workers in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.progress import track
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import selfspec
+from selfspec.cli.terminal import StepBar, progress_bar
 from selfspec.measure.prompts import parse_workloads
+from selfspec.measure.timing import Call
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts
+from selfspec.tools.lab.generations import Generations, Part, latest
+from selfspec.tools.lab.report import write_report
+from selfspec.tools.lab.runs import Runs
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -59,115 +62,25 @@ def sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Result of one call.
-
-    Attributes:
-        text: new token ids.
-        seconds: that those after the first took.
-        whole: seconds of the call, with its prompt.
-    """
-
-    text: list[int]
-    seconds: float
-    whole: float
-
-
-Decode = Callable[[list[int], float, int], Decoded]
-"""Decodes a prompt, at a temperature (0: greedy) and with a seed."""
-
-
-@dataclass
-class Arm:
-    """A way to decode.
-
-    Attributes:
-        decode: does it.
-        rates: tokens a second behind the first, one for each repeat.
-        whole: tokens a second of whole calls.
-        texts: what the last repeat gave, for each prompt.
-    """
-
-    decode: Decode
-    rates: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
-    texts: list[list[int]] = field(default_factory=list)
-
-
-def in_turns(
-    decoders: Mapping[str, Decode], prompts: Sequence[list[int]], temperature: float, repeats: int, warm_up: int
-) -> dict[str, Arm]:
-    """Decode all prompts by every decoder, in turns: each repeat begins with another one."""
-    arms = {name: Arm(decode) for name, decode in decoders.items()}
-    names = list(arms)
-    for repeat in track(range(-warm_up, repeats), f"T {temperature:g}", transient=True):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            arm = arms[name]
-            calls = [arm.decode(prompt, temperature, seed) for seed, prompt in enumerate(prompts)]
-            arm.texts = [call.text for call in calls]
-            if repeat >= 0:
-                tokens = sum(len(call.text) for call in calls)
-                arm.rates.append((tokens - len(calls)) / sum(call.seconds for call in calls))
-                arm.whole.append(tokens / sum(call.whole for call in calls))
-    return arms
-
-
-@dataclass(frozen=True)
-class Own:
-    """Decodes `tokens` with selfspec."""
-
-    spec: selfspec.SelfSpeculative
-    tokens: int
-
-    def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        prompt = torch.tensor([ids])
-        options: dict[str, Any] = {"max_new_tokens": self.tokens, "eos_token_id": None, "seed": seed}
-        text: list[int] = []
-        times: list[tuple[float, int]] = []
-        started = time.perf_counter()
-        for chunk in self.spec.stream(prompt, torch.ones_like(prompt), **options, **sampling(temperature)):
-            text += chunk.rows[0].tokens
-            times.append((time.perf_counter(), len(text)))
-        whole = time.perf_counter() - started
-        (first, already), (last, all_) = times[0], times[-1]
-        # Of a round with several tokens: what the first one would have taken alone.
-        return Decoded(text, (last - first) * (all_ - 1) / (all_ - already), whole)
-
-
-@dataclass(frozen=True)
-class Stock:
-    """Decodes `tokens` with `model.generate`."""
-
-    model: PreTrainedModel
-    tokens: int
-
-    def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        torch.manual_seed(seed)
-        watch, prompt = _Watch(), torch.tensor([ids])
-        started = time.perf_counter()
-        out = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=self.tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=[watch],
-            **sampling(temperature),
-        )
-        whole = time.perf_counter() - started
-        return Decoded(out[0, len(ids) :].tolist(), watch.times[-1] - watch.times[0], whole)
-
-
-class _Watch(StoppingCriteria):
-    """Notes when each token came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+def compare(
+    name: str,
+    called: str,
+    model: PreTrainedModel,
+    arms: Sequence[Arm],
+    cells: Mapping[Cell, Sequence[Prompts]],
+    repeats: int,
+    warm_up: int,
+    parts: frozenset[Part] = frozenset({"speed"}),
+) -> None:
+    """Measure arms of a model in turns by the lab, keep runs and report with the results, and print the page."""
+    runs = Runs(RESULTS / name)
+    measured = Generations(
+        name=called, place=None, model=model, arms=arms, repeats=repeats, warm_up=warm_up, parts=parts
+    )
+    with progress_bar("measuring") as bar:
+        measured.measure(cells, runs, StepBar(bar))
+    report, *_ = write_report("Ways to decode", latest(runs.measured("generation")), {}, RESULTS / name)
+    print(report.read_text())
 
 
 class JsonWorker:
@@ -206,20 +119,26 @@ class JsonWorker:
         self._process.communicate()
 
 
-@dataclass(frozen=True)
+@dataclass
 class LlamaCpp:
-    """Decodes `tokens` with a worker of `llama_cpp_worker.py`."""
+    """An arm that decodes by a worker of `llama_cpp_worker.py`."""
 
+    spec: ArmSpec
     worker: JsonWorker
-    tokens: int
-    system: str
 
     @classmethod
-    def over(cls, file: Path, python: str, threads: int, context: int, tokens: int) -> LlamaCpp:
-        """Start a worker over a GGUF file; it has read the file when this returns."""
-        worker = JsonWorker([python, "-P", HERE / "llama_cpp_worker.py", file, threads, context + tokens])
-        return cls(worker, tokens, worker.read()["system"])
+    def over(cls, name: str, file: Path, python: str, threads: int, context: int) -> LlamaCpp:
+        """Start a worker over a GGUF file, with room for `context` tokens; it has read the file when this returns."""
+        worker = JsonWorker([python, "-P", HERE / "llama_cpp_worker.py", file, threads, context])
+        print(f"{name}: {worker.read()['system']}")
+        return cls(ArmSpec("other", name, lossless=False), worker)
 
-    def __call__(self, ids: list[int], temperature: float, seed: int) -> Decoded:
-        job = {"ids": ids, "tokens": self.tokens, "temperature": temperature, "seed": seed}
-        return Decoded(**self.worker.ask(job))
+    def absence(self, cell: Cell) -> None:
+        return None
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        (ids,) = prompts.rows
+        job = {"ids": ids, "tokens": cell.max_new_tokens, "temperature": cell.temperature, "seed": seed}
+        told = self.worker.ask(job)
+        text, whole = told["text"], told["whole"]
+        return Call([text], whole, whole - told["seconds"], 1, len(text))

@@ -306,7 +306,7 @@ def draw_planes() -> Figure:
 
 
 def draw_front() -> Figure:
-    """Speed and bytes of weights of ways to decode a checkpoint in bfloat16, by `benchmarks/planes.py`."""
+    """Speed and bytes of weights of ways to decode a checkpoint in bfloat16, as the results have them."""
     speeds = json.loads((RESULTS / "planes_bfloat16.json").read_text())["models"]["smollm2-bf16"]
     sizes = json.loads((RESULTS / "planes_bits.json").read_text())["models"]["smollm2-bf16"]
     dense, packed = sizes["bytes in bfloat16"] / 1e6, sizes["bytes in planes"] / 1e6

@@ -336,7 +336,7 @@ def _measure(
     model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, runs: Runs
 ) -> list[dict[str, Any]]:
     from selfspec.measure.prompts import check_reads_text, read_workloads
-    from selfspec.tools.lab.arms import with_prompts
+    from selfspec.tools.lab.arms import make_arm, with_prompts
     from selfspec.tools.lab.generations import Generations
 
     parts, workloads = measured.parts(memory), read_workloads(cells.workload)
@@ -352,7 +352,7 @@ def _measure(
         name=name if memory is None else f"{name} within {memory}",
         place=model.place,
         model=checkpoint.model,
-        specs=specs,
+        arms=[make_arm(spec, checkpoint.model) for spec in specs],
         repeats=measured.repeats,
         warm_up=measured.warm_up,
         parts=parts,

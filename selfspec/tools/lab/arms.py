@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from selfspec.accept import find_rule
-from selfspec.api import wrap
+from selfspec.api import SelfSpeculative, wrap
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.profile import Profile
 from selfspec.device import has_graphs, on_host
@@ -174,8 +174,8 @@ def _calls(cell: Cell, prompts: list[Tensor]) -> list[Prompts]:
     return [Prompts.padded(prompts[start : start + cell.batch]) for start in starts]
 
 
-ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft"]
-"""Kinds of arms: `model.generate`, alone and with its own speed-ups; and selfspec, without a draft and with one."""
+ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft", "other"]
+"""Kinds of arms: `model.generate`, alone and with its own speed-ups; selfspec, without a draft and with one; others."""
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
 _LOOK_UP_TOKENS = 10
@@ -228,6 +228,7 @@ class ArmSpec:
             "assistant": f"model.generate, assistant_model={draft.removeprefix(ASSISTANT)}",
             "plain": f"selfspec plain{how}",
             "draft": f"selfspec {self.draft}{length}{nodes}{rule}{how}",
+            "other": draft,
         }
         return names[self.kind]
 
@@ -244,21 +245,38 @@ def control_of(draft_length: int | None, nodes: int | None) -> Control:
     return CostAware(nodes=nodes)
 
 
+class Arm(Protocol):
+    """A way to decode, named by its spec."""
+
+    spec: ArmSpec
+
+    def absence(self, cell: Cell) -> str | None:
+        """Say why it cannot in a cell; None: it can."""
+
+    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        """Decode prompts under the conditions of a cell."""
+
+
+@dataclass
 class OwnArm:
     """Decodes by a wrapped model; without a draft by plain decoding."""
 
-    def __init__(self, spec: ArmSpec, model: PreTrainedModel, given: Given) -> None:
+    spec: ArmSpec
+    wrapped: SelfSpeculative
+
+    @classmethod
+    def named(cls, spec: ArmSpec, model: PreTrainedModel, given: Given) -> OwnArm:
+        """Wrap a stock model as a spec says."""
         runtime = runtime_named(spec.runtime)
         # A profile has its own control.
         own_control = spec.length is None and spec.nodes is None
         control = None if own_control else control_of(spec.length, spec.nodes)
         draft = None if spec.draft is None else given.drafts.get(spec.draft, spec.draft)
         rule = None if spec.accept is None else given.rules.get(spec.accept, spec.accept)
-        self.wrapped = wrap(bare(model), draft, draft_length=control, accept=rule, runtime=runtime)
-        self.spec = spec
+        wrapped = wrap(bare(model), draft, draft_length=control, accept=rule, runtime=runtime)
         if draft is not None:
-            holds = content(self.wrapped.draft, None if rule is None else find_rule(rule))
-            self.spec = replace(spec, content=holds)
+            spec = replace(spec, content=content(wrapped.draft, None if rule is None else find_rule(rule)))
+        return cls(spec, wrapped)
 
     def drafter(self, cell: Cell) -> Drafter | None:
         """Return the drafter under the conditions of a cell."""
@@ -344,13 +362,9 @@ class StockArm:
         return {}
 
 
-Arm = OwnArm | StockArm
-"""A way to decode; `absence` says why it cannot in a cell."""
-
-
 def make_arm(spec: ArmSpec, model: PreTrainedModel, given: Given | None = None) -> Arm:
     """Make the arm that a spec names, of a stock model."""
-    return OwnArm(spec, model, given or Given()) if spec.own else StockArm(spec, model)
+    return OwnArm.named(spec, model, given or Given()) if spec.own else StockArm(spec, model)
 
 
 class _FirstToken(StoppingCriteria):

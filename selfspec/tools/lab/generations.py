@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,8 +22,7 @@ from selfspec.measure.spare_cores import CoreWatch
 from selfspec.measure.stock import bare
 from selfspec.measure.timing import Call
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, make_arm, runtime_named
-from selfspec.tools.lab.drafts import Given
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, runtime_named
 from selfspec.tools.lab.memory import measure_memory
 from selfspec.tools.lab.prices import RoundCosts
 from selfspec.tools.lab.runs import Row, Run, Runs, digest_of, origin
@@ -60,23 +59,21 @@ class Generations:
         warm_up: how often each arm decodes all prompts before it is timed.
         parts: to measure. Of `memory`, which takes a separate process for each arm, one cell for each batch size and
             prompt length.
-        given: drafters and rules that are objects, which no other process has.
         tokenizer: writes prompts and texts down; None: token ids alone are kept.
     """
 
     name: str
     place: str | None
     model: PreTrainedModel
-    specs: Sequence[ArmSpec]
+    arms: Sequence[Arm]
     repeats: int = 5
     warm_up: int = 3
     parts: frozenset[Part] = _TIMED
-    given: Given = field(default_factory=Given)
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def measure(self, cells: Mapping[Cell, Sequence[Prompts]], runs: Runs, watch: Watch) -> list[Row]:
         """Measure the cells, given with the prompts of each call, that were not measured before; return all rows."""
-        arms = [make_arm(spec, self.model, self.given) for spec in self.specs]
+        arms = self.arms
         of, timed = origin(self.model), bool(self.parts & _TIMED)
         repeats, warm_up = (self.repeats, self.warm_up) if timed else (1, 0)
         labels = {"model": self.name, "parameters": self.model.num_parameters()}
@@ -211,7 +208,8 @@ def costs_of(
 
     They are None for arms that do not draft, that draft trees, or whose draft has no known parts.
     """
-    drafts = [arm.drafter(cell) if isinstance(arm, OwnArm) and arm.spec.nodes is None else None for arm in arms]
+    chains = [arm if isinstance(arm, OwnArm) and arm.spec.own and arm.spec.nodes is None else None for arm in arms]
+    drafts = [None if arm is None else arm.drafter(cell) for arm in chains]
     paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
     runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.NATIVE)
     lengths = sorted({*_LENGTHS, max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])})

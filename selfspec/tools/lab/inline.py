@@ -18,7 +18,7 @@ from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.prompts import read_given
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.tools.lab.ablation import Progress, untold, work_on
-from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, usual_runtime_name
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.generations import Generations, Part, latest
 from selfspec.tools.lab.report import provenances, require_packages, write_report
@@ -175,11 +175,10 @@ def bench(
             name=name,
             place=None,
             model=each,
-            specs=list(dict.fromkeys(specs)),
+            arms=[make_arm(spec, each, given) for spec in dict.fromkeys(specs)],
             repeats=repeats,
             warm_up=warm_up,
             parts=parts,
-            given=given,
             tokenizer=tokenizer,
         )
         cells = {

@@ -340,7 +340,8 @@ def doubts(table: DataFrame) -> list[str]:
         if least < FEW:
             texts = "1 text, so there are no intervals over texts" if least == 1 else f"{least:g} texts"
             found.append(f"{name}: {texts}; give at least {FEW}, since intervals over fewer say little")
-        undrafted = [row["arm"] for row in every if row.get("draft") and row.get("drafting_share", 1.0) < _RARELY]
+        named = [row for row in every if row.get("draft") and row.get("decoder") != "other"]
+        undrafted = [row["arm"] for row in named if row.get("drafting_share", 1.0) < _RARELY]
         if undrafted:
             found.append(f"{name}: hardly a round had a draft, so there is nothing to judge ({'; '.join(undrafted)})")
         looping = [row["arm"] for row in every if row.get("repeated_share", 0.0) > _CYCLING]

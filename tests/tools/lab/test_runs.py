@@ -192,7 +192,8 @@ def run(
     specs: list[ArmSpec] = SPECS,
     parts: frozenset[Part] = SPEED,
 ) -> list[Row]:
-    generations = Generations(name="tiny", place=None, model=model, specs=specs, repeats=1, warm_up=1, parts=parts)
+    arms = [make_arm(spec, model) for spec in specs]
+    generations = Generations(name="tiny", place=None, model=model, arms=arms, repeats=1, warm_up=1, parts=parts)
     return generations.measure(CELLS, Runs(folder), watch or Notes())
 
 

@@ -1,0 +1,133 @@
+"""Ways to decode one checkpoint side by side, in turns, by the lab: those that `selfspec bench` has no arm for.
+
+    python benchmarks/decoding.py MODEL --texts 'heldout.jsonl#kind=code' --draft int8 int4 --llama PYTHON
+    python benchmarks/decoding.py FILE.gguf --texts heldout.jsonl --draft int8 --llama PYTHON
+    python benchmarks/decoding.py MODEL --dtype bfloat16 --texts heldout.jsonl --draft int8 --planes upper lookup+upper
+    python benchmarks/decoding.py MODEL --texts heldout.jsonl --draft int8 int8+window:512 --behind --context 32000
+    python benchmarks/decoding.py demo --texts heldout.jsonl --draft exit:4 --length 1 2 3 4 5 6 --prompts 60 --costs
+
+`--llama` is the Python of an environment with llama-cpp-python, which then decodes the same weights as GGUF, those of
+`--kind`, and of a GGUF file its own bytes. `--planes` decodes over the same weights in planes too, plainly and with
+these drafts. `--length` sets fixed draft lengths beside the default control. With `--behind` the prompt is read once,
+and every way goes on from its keys and values: `selfspec bench --context` reads it each time, as users do, which takes
+hours at tens of thousands of tokens. `benchmarks/widen.py` makes larger models of a small one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from harness import LlamaCpp, compare, prompts_of
+from transformers.utils import logging
+
+import selfspec
+from selfspec.measure.checkpoint import load_checkpoint
+from selfspec.measure.embedded import model_place
+from selfspec.measure.stock import bare
+from selfspec.model.checkpoint import load_tokenizer
+from selfspec.tools.export.gguf_file import write_gguf
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, make_arm
+from selfspec.tools.lab.generations import Part
+
+
+@dataclass
+class Behind:
+    """A wrapper that goes on from the keys and values of a prompt that was read once; each call writes to a copy."""
+
+    spec: selfspec.SelfSpeculative
+    cache: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.spec, name)
+
+    def stream(self, *given: Any, **options: Any) -> Any:
+        return self.spec.stream(*given, cache=deepcopy(self.cache), **options)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of a checkpoint, a GGUF file, or demo")
+    parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--draft", nargs="+", default=[], help="over the weights as they are")
+    parser.add_argument("--length", type=int, nargs="+", default=[], help="of these drafts, fixed")
+    parser.add_argument("--planes", nargs="*", metavar="DRAFT", help="over the same weights in planes")
+    parser.add_argument("--llama", metavar="PYTHON", help="of the environment that has llama.cpp")
+    parser.add_argument("--kind", nargs="+", default=["F32", "Q8_0"], help="of weights in llama.cpp")
+    parser.add_argument("--behind", action="store_true", help="read the prompt once")
+    parser.add_argument("--costs", action="store_true", help="predict speed-ups from the costs of a round's parts")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--context", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--name", default="decoding", help="of the folder of results")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    place, is_file = model_place(options.model), options.model.endswith(".gguf")
+    if is_file:
+        base = selfspec.load(place, draft=False)
+    else:
+        base = selfspec.wrap(bare(load_checkpoint(place, options.dtype, "cpu").model))
+    ids = prompts_of(options.texts, load_tokenizer(place), 1 if options.behind else options.prompts, options.context)
+    prompts, cache = [Prompts.of_one_length(each) for each in ids], None
+    if options.behind:
+        began = time.perf_counter()
+        given = {"max_new_tokens": 1, "eos_token_id": None, "return_dict_in_generate": True}
+        read = base.generate(prompts[0].ids, prompts[0].mask, **given)
+        held = read.stats.cache_bytes / 2**20
+        print(f"read in {time.perf_counter() - began:.0f} s; keys and values take {held:.0f} MiB")
+        prompts, cache = [Prompts.of_one_length(read.sequences)], read.cache
+    drafts = [(draft, length) for draft in options.draft for length in (None, *options.length)]
+    # Stock modules have dense weights of a GGUF file, and read each prompt themselves.
+    arms: list[Arm] = [] if is_file or options.behind else [make_arm(ArmSpec("generate"), base.model)]
+    arms.append(OwnArm(ArmSpec("plain"), _behind(base, cache)))
+    for draft, length in drafts:
+        arms.append(OwnArm(ArmSpec("draft", draft, length), _behind(base.drafting(draft, length), cache)))
+    if options.planes is not None:
+        planes = selfspec.load(place, weights="planes", dtype=options.dtype, draft=False)
+        arms.append(OwnArm(ArmSpec("other", "planes"), planes))
+        arms += [OwnArm(ArmSpec("other", f"planes, {each}"), planes.drafting(each)) for each in options.planes]
+    if options.llama:
+        arms += _by_llama(place, base, is_file, options)
+    cells = {
+        Cell("texts", temperature, 1, options.context, options.max_new_tokens): prompts
+        for temperature in options.temperatures
+    }
+    parts = frozenset[Part]({"speed", "costs"} if options.costs else {"speed"})
+    compare(options.name, Path(options.model).name, base.model, arms, cells, options.repeats, options.warm_up, parts)
+    for arm in arms:
+        if isinstance(arm, LlamaCpp):
+            arm.worker.end()
+
+
+def _behind(spec: selfspec.SelfSpeculative, cache: Any) -> selfspec.SelfSpeculative:
+    return spec if cache is None else cast(selfspec.SelfSpeculative, Behind(spec, cache))
+
+
+def _by_llama(place: str, base: selfspec.SelfSpeculative, is_file: bool, options: argparse.Namespace) -> list[LlamaCpp]:
+    how = (options.llama, options.threads, options.context + options.max_new_tokens)
+    if is_file:
+        return [LlamaCpp.over("llama.cpp", Path(place), *how)]
+    found = []
+    with tempfile.TemporaryDirectory() as kept:
+        for kind in options.kind:
+            file = Path(kept) / f"{kind}.gguf"
+            write_gguf(base.model, base.model, None, file, kind.lower())
+            found.append(LlamaCpp.over(f"llama.cpp {kind}", file, *how))
+    return found
+
+
+if __name__ == "__main__":
+    main()
