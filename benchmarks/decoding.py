@@ -84,7 +84,7 @@ def main() -> None:
     prompts, cache = [Prompts.of_one_length(each) for each in ids], None
     if options.behind:
         began = time.perf_counter()
-        given = {"max_new_tokens": 1, "eos_token_id": None, "return_dict_in_generate": True}
+        given: dict[str, Any] = {"max_new_tokens": 1, "eos_token_id": None, "return_dict_in_generate": True}
         read = base.generate(prompts[0].ids, prompts[0].mask, **given)
         held = read.stats.cache_bytes / 2**20
         print(f"read in {time.perf_counter() - began:.0f} s; keys and values take {held:.0f} MiB")

@@ -73,7 +73,7 @@ class Generations:
 
     def measure(self, cells: Mapping[Cell, Sequence[Prompts]], runs: Runs, watch: Watch) -> list[Row]:
         """Measure the cells, given with the prompts of each call, that were not measured before; return all rows."""
-        arms = self.arms
+        arms = [*self.arms]
         of, timed = origin(self.model), bool(self.parts & _TIMED)
         repeats, warm_up = (self.repeats, self.warm_up) if timed else (1, 0)
         labels = {"model": self.name, "parameters": self.model.num_parameters()}
