@@ -21,27 +21,14 @@ class AssistedRound:
 
 @dataclass(frozen=True)
 class AssistedText:
-    """Result of assisted generation.
-
-    Attributes:
-        ids: prompt and text, `[1, tokens]`.
-        rounds: in order.
-    """
+    """Prompt and text, `[1, tokens]`, and the rounds in order."""
 
     ids: Tensor
     rounds: list[AssistedRound]
 
 
 def assisted(model: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, length: int, **options: Any) -> AssistedText:
-    """Generate with an assistant that always drafts as many tokens.
-
-    Args:
-        model: the target.
-        draft: the assistant.
-        ids: prompt, `[1, tokens]`.
-        length: tokens of a draft, but for the last ones.
-        **options: of `model.generate`.
-    """
+    """Generate from a prompt, `[1, tokens]`, with an assistant that always drafts `length` tokens."""
     rounds: list[AssistedRound] = []
     stock = AssistedCandidateGenerator.update_candidate_strategy
 

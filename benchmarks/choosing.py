@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from selfspec.measure.own_text import Continuation, own_text
 from selfspec.measure.prompts import parse_workloads
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import share_read
+from selfspec.tools.lab.report import markdown_table
 
 Texts = Sequence[Tensor]
 
@@ -141,23 +143,17 @@ def _decoded(
             out = spec.generate(ids, attention_mask=torch.ones_like(ids), **options)
             new, rounds = new + out.stats.new_tokens, rounds + out.stats.rounds
             judged, accepted = judged + out.stats.judged, accepted + out.stats.accepted
-    cost = rounds + read.drafts
-    return {
-        "length": length,
-        "tokens_a_step": new / cost,
-        "acceptance": accepted / judged,
-        "trials": read.trials / rounds,
-    }
+    rates = {"tokens_a_step": new / (rounds + read.drafts), "acceptance": accepted / judged}
+    return {"length": length, **rates, "trials": read.trials / rounds}
 
 
 def _fixed_sets(model: PreTrainedModel, texts: Mapping[str, Texts], layers: int) -> list[str]:
-    own = {name: [_own_text(model, ids) for ids in each] for name, each in texts.items()}
+    own = {
+        name: [Continuation(own_text(model, ids, 64, 0.0), ids.shape[1]) for ids in each]
+        for name, each in texts.items()
+    }
     kinds = [*own.values(), [text for each in own.values() for text in each[:2]]]
     return list(dict.fromkeys(draft_name(_greedy_set(model, each, layers)) for each in kinds))
-
-
-def _own_text(model: PreTrainedModel, ids: Tensor) -> Continuation:
-    return Continuation(own_text(model, ids, 64, 0.0), ids.shape[1])
 
 
 def _greedy_set(model: PreTrainedModel, texts: Sequence[Continuation], layers: int) -> LayerSkip:
@@ -175,32 +171,23 @@ def _greedy_set(model: PreTrainedModel, texts: Sequence[Continuation], layers: i
 
 def _report(record: Mapping[str, Any]) -> str:
     found = {(each["workload"], each["temperature"], each["draft"]): each for each in record["results"]}
-    lines = [
-        f"{record['settings']['model'].rstrip('/').rpartition('/')[2]}, {record['parameters'] / 1e6:.1f}M parameters",
-        "",
+    parts = [
+        f"{Path(record['settings']['model']).name}, {record['parameters'] / 1e6:.1f}M parameters",
+        "Tokens a plain step by the weights that are read; of each draft at its best length, in brackets.",
     ]
-    lines += ["Tokens a plain step by the weights that are read; of each draft at its best length, in brackets.", ""]
+    heads = ("text", "temperature", "chosen", "best fixed", "which", "chosen by best fixed", "acceptance")
     for group in record["groups"]:
-        lines += [
-            f"## {group['chosen']}",
-            "",
-            "| text | temperature | chosen | best fixed | which | chosen by best fixed | acceptance | of best fixed "
-            "| rounds with a trial |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
+        rows = []
         for workload, temperature, draft in found:
             fixed = [one for each in group["fixed"] if (one := found.get((workload, temperature, each)))]
             if draft != group["chosen"] or len(fixed) < len(group["fixed"]):
                 continue
             own, best = found[workload, temperature, draft], max(fixed, key=lambda each: each["tokens_a_step"])
-            lines.append(
-                f"| {workload} | {temperature:g} | {own['tokens_a_step']:.3f} ({own['length']}) | "
-                f"{best['tokens_a_step']:.3f} ({best['length']}) | `{best['draft']}` | "
-                f"{own['tokens_a_step'] / best['tokens_a_step']:.3f} | {own['acceptance']:.3f} | "
-                f"{best['acceptance']:.3f} | {own['trials']:.1%} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+            cells = [f"{each['tokens_a_step']:.3f} ({each['length']})" for each in (own, best)]
+            cells += [best["draft"], f"{own['tokens_a_step'] / best['tokens_a_step']:.3f}", f"{own['acceptance']:.3f}"]
+            rows.append([workload, f"{temperature:g}", *cells, f"{best['acceptance']:.3f}", f"{own['trials']:.1%}"])
+        parts += [f"## {group['chosen']}", markdown_table([*heads, "of best fixed", "rounds with a trial"], rows)]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -34,13 +34,7 @@ def main() -> None:
 
 
 def decoded(spec: selfspec.SelfSpeculative, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a job and its time.
-
-    Args:
-        spec: decodes.
-        job: `ids` and `mask`, `[batch, prompt]`, of a left-padded batch; `tokens`, how many to add; `temperature`, 0
-            for greedy text; `seed`.
-    """
+    """Do a job: `ids` and `mask` of a left-padded batch, `tokens` to add, `temperature` (0: greedy), `seed`."""
     sampling = {"do_sample": True, "temperature": job["temperature"], "top_k": 0, "seed": job["seed"]}
     options: dict[str, Any] = sampling if job["temperature"] else {"do_sample": False}
     ids, mask = torch.tensor(job["ids"]), torch.tensor(job["mask"])

@@ -19,6 +19,7 @@ from torch import nn
 
 from selfspec.measure.environment import environment
 from selfspec.runtime.few_rows import for_few_rows
+from selfspec.tools.lab.report import markdown_table
 
 _SHAPES = ((256, 704), (576, 1536), (1024, 4096))
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
@@ -52,10 +53,7 @@ def _measured(width: int, outputs: int, threads: int, options: argparse.Namespac
     dtype = getattr(torch, options.dtype)
     number = max(2, _BYTES // (dtype.itemsize * width * outputs))
     layers = [nn.Linear(width, outputs, bias=False, dtype=dtype) for _ in range(number)]
-    ways: dict[str, Sequence[nn.Module]] = {
-        "torch": layers,
-        "selfspec": [for_few_rows(layer) for layer in layers],
-    }
+    ways: dict[str, Sequence[nn.Module]] = {"torch": layers, "selfspec": [*map(for_few_rows, layers)]}
     cases = [(way, rows) for rows in _ROWS for way in ways]
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     states = {rows: torch.randn(1, rows, width, dtype=dtype) for rows in _ROWS}
@@ -65,29 +63,18 @@ def _measured(width: int, outputs: int, threads: int, options: argparse.Namespac
             if repeat:
                 seconds[way, rows].append(spent)
     one = statistics.median(seconds["torch", 1])
-    return [
-        {
-            "threads": threads,
-            "shape": [width, outputs],
-            "rows": rows,
-            **{way: statistics.median(seconds[way, rows]) / one for way in ways},
-        }
-        for rows in _ROWS
-    ]
+    shape = {"threads": threads, "shape": [width, outputs]}
+    return [{**shape, "rows": n, **{way: statistics.median(seconds[way, n]) / one for way in ways}} for n in _ROWS]
 
 
 def _table(figures: list[dict[str, object]]) -> str:
-    lines = [
-        "| threads | shape | | " + " | ".join(f"{rows} rows" for rows in _ROWS) + " |",
-        "|---|---|---|" + "---|" * len(_ROWS),
-    ]
-    groups = dict.fromkeys((figure["threads"], str(figure["shape"])) for figure in figures)
-    for threads, shape in groups:
-        own = [figure for figure in figures if (figure["threads"], str(figure["shape"])) == (threads, shape)]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for figure in figures:
+        threads, shape = str(figure["threads"]), str(figure["shape"])[1:-1].replace(", ", " to ")
         for way in ("torch", "selfspec"):
-            cells = " | ".join(f"{figure[way]:.2f}" for figure in own)
-            lines.append(f"| {threads} | {shape[1:-1].replace(', ', ' to ')} | {way} | {cells} |")
-    return "\n".join(lines) + "\n"
+            rows.setdefault((threads, shape, way), []).append(f"{figure[way]:.2f}")
+    heads = ["threads", "shape", "", *(f"{number} rows" for number in _ROWS)]
+    return markdown_table(heads, [[*named, *cells] for named, cells in rows.items()]) + "\n"
 
 
 if __name__ == "__main__":

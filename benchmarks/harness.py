@@ -46,14 +46,7 @@ def equal_tokens(text: Sequence[int], other: Sequence[int]) -> int:
 
 
 def prompts_of(workload: str, tokenizer: PreTrainedTokenizerBase, number: int, tokens: int) -> list[Tensor]:
-    """Return prompts of one length, `[1, tokens]` each.
-
-    Args:
-        workload: `FILE`, `FILE#FIELD` or `FILE#FIELD=VALUE`, as `selfspec bench --workload` takes it.
-        tokenizer: of the model.
-        number: of prompts.
-        tokens: of each.
-    """
+    """Return prompts of one length, `[1, tokens]` each, of a file as `selfspec bench --workload` takes it."""
     return parse_workloads(f"texts={workload}")[0].prompts(tokenizer, number, 1, tokens)
 
 
@@ -84,12 +77,7 @@ def compare(
 
 
 class JsonWorker:
-    """A process that answers each line of JSON with another.
-
-    Args:
-        command: starts it.
-        **settings: of `subprocess.Popen`.
-    """
+    """A process, of some settings of `subprocess.Popen`, that answers each line of JSON with another."""
 
     def __init__(self, command: Sequence[object], **settings: Any) -> None:
         pipe = subprocess.PIPE
@@ -102,11 +90,7 @@ class JsonWorker:
         return self.read()
 
     def read(self) -> dict[str, Any]:
-        """Read the next line.
-
-        Raises:
-            SystemExit: the process has ended.
-        """
+        """Read the next line; a SystemExit: the process has ended."""
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
             raise SystemExit("a worker ended; what it wrote on standard error says why")

@@ -27,14 +27,7 @@ def main() -> None:
 
 
 class Decoder:
-    """A model, in llama.cpp's own settings but for the threads.
-
-    Args:
-        file: GGUF.
-        threads: of every pass.
-        context: the most tokens of a text.
-        float32_cache: keys and values stay in float32, where llama.cpp rounds them to float16.
-    """
+    """A model, in llama.cpp's own settings but for the threads, and for keys and values in float32 if asked for."""
 
     def __init__(self, file: Path, threads: int, context: int, float32_cache: bool = False) -> None:
         llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
@@ -52,14 +45,9 @@ class Decoder:
         self._context = llama_cpp.llama_init_from_model(self._model, options)
 
     def decoded(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of a job and its time.
+        """Do a job: `ids` of a prompt, `tokens` to add, `temperature` (0: greedy), `seed`; or `encode`, a text.
 
-        Args:
-            job: `ids` of a prompt; `tokens`, how many to add; `temperature`, 0 for greedy text; `seed`. Or `encode`, a
-                text.
-
-        Returns:
-            `text`, `seconds` of the tokens after the first, and of the `whole`. Or `ids` of the text.
+        Returns `text`, `seconds` of the tokens after the first, and of the `whole`; or `ids` of the text.
         """
         if "encode" in job:
             return {"ids": self._encoded(job["encode"].encode())}

@@ -27,12 +27,7 @@ CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of machine.
-
-    Attributes:
-        bandwidth: of its memory, and of where streamed weights come from.
-        process: bytes of a budget that the process takes before a model is loaded.
-    """
+    """Bandwidths of a kind of machine, and the bytes of a budget that a process takes before a model is loaded."""
 
     bandwidth: Bandwidth
     process: int

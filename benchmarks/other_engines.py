@@ -29,17 +29,12 @@ from selfspec.draft.registry import parse_draft
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
 from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.lab.report import markdown_table
 
 
 @dataclass(frozen=True)
 class Count:
-    """Counts of drafts over all texts.
-
-    Attributes:
-        rounds: passes of the target with a draft.
-        accepted: draft tokens accepted.
-        equal: whether all texts are plain decoding's.
-    """
+    """Counts passes with a draft and accepted draft tokens; `equal`: all texts are plain decoding's."""
 
     rounds: int
     accepted: int
@@ -126,18 +121,16 @@ def _by_vllm(python: str, job: dict[str, Any], folder: Path, plain: list[list[in
 
 
 def _report(record: dict[str, Any]) -> str:
-    settings = record["settings"]
-    lines = [
-        "# An exported draft in other engines\n",
-        f"{record['model']}, float32, greedy, {settings['prompts']} prompts of {settings['context']} tokens, "
-        f"{settings['max_new_tokens']} new ones, drafts of {settings['draft_length']}.\n",
-        "| | rounds with a draft | draft tokens accepted | accepted a round | text is plain decoding's |",
-        "|---|---|---|---|---|",
-    ]
+    settings, rows = record["settings"], []
     for name, count in record["counts"].items():
         rate, equal = count["accepted"] / max(1, count["rounds"]), "yes" if count["equal"] else "no"
-        lines.append(f"| {name} | {count['rounds']} | {count['accepted']} | {rate:.3f} | {equal} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, str(count["rounds"]), str(count["accepted"]), f"{rate:.3f}", equal])
+    heads = ("", "rounds with a draft", "draft tokens accepted", "accepted a round", "text is plain decoding's")
+    said = (
+        f"{record['model']}, float32, greedy, {settings['prompts']} prompts of {settings['context']} tokens, "
+        f"{settings['max_new_tokens']} new ones, drafts of {settings['draft_length']}."
+    )
+    return f"# An exported draft in other engines\n\n{said}\n\n{markdown_table(heads, rows)}\n"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from harness import HERE
 
 import selfspec
 from selfspec.draft.registry import parse_draft
+from selfspec.tools.lab.report import markdown_table
 
 sys.path.append(str(HERE.parent / "tests"))
 
@@ -99,21 +100,13 @@ def rows_of(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
 
 def table(columns: dict[str, list[dict[str, Any]]]) -> str:
     """Write what was counted beside each other, for people."""
-    head = ["draft", "rows", "sampled"]
-    wanted = {
-        "waits": "waits",
-        "launches": "launches",
-        "to_device": "bytes to the device",
-        "to_host": "bytes to the host",
-    }
-    titles = [*head, *(f"{title}, {column}" for title in wanted.values() for column in columns)]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    wanted = {"waits": "waits", "launches": "launches", "to_device": "bytes to the device", "to_host": "to the host"}
+    heads = ["draft", "rows", "sampled", *(f"{title}, {each}" for title in wanted.values() for each in columns)]
+    rows = []
     for each in zip(*columns.values(), strict=True):
-        first = each[0]
-        cells = [first["draft"], str(first["rows"]), "yes" if first["sampled"] else "no"]
-        cells += [f"{row[what]:g}" for what in wanted for row in each]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        named = [each[0]["draft"], str(each[0]["rows"]), "yes" if each[0]["sampled"] else "no"]
+        rows.append([*named, *(f"{row[what]:g}" for what in wanted for row in each)])
+    return markdown_table(heads, rows) + "\n"
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from transformers import AutoProcessor, PreTrainedModel, WhisperForConditionalGe
 
 import selfspec
 from selfspec.measure.environment import environment
+from selfspec.tools.lab.report import markdown_table
 
 TEXTS = HERE / "prompts" / "spoken.jsonl"
 RATE = 16_000
@@ -211,27 +212,18 @@ def main() -> None:
 
 def _report(record: dict[str, Any]) -> str:
     arms, kinds = record["arms"], (_SHORT, _LONG, _DECODER)
-    lines = [
-        f"# Whisper, {record['clips']} clips, {record['tokens']} tokens, {record['threads']} threads",
-        "",
-        "Seconds, and times as fast as `model.generate`.",
-        "",
-        f"| | {' | | '.join(kinds)} | | texts alike | word errors | tokens a pass |",
-        f"|---|{'---|---|' * len(kinds)}---|---|---|",
-    ]
+    rows = []
     for name, arm in arms.items():
-        if arm["raised"]:
-            lines.append(f"| {name} | raised {arm['raised']} |")
-            continue
-        columns = [
-            f"{seconds[kind]:.2f} | {arms[_PLAIN]['seconds'][kind] / seconds[kind]:.2f}" if kind in seconds else " | "
-            for seconds in [arm["seconds"]]
-            for kind in kinds
-        ]
-        length = f"{mean(arm['lengths']):.2f}" if arm["lengths"] else ""
+        timed, stock = arm["seconds"], arms[_PLAIN]["seconds"]
+        cells = [name if not arm["raised"] else f"{name}: raised {arm['raised']}"]
+        for kind in kinds:
+            cells += [f"{timed[kind]:.2f}", f"{stock[kind] / timed[kind]:.2f}"] if kind in timed else ["", ""]
         errors = "" if name == _ASSISTED else f"{arm['wrong'] / record['words']:.1%}"
-        lines.append(f"| {name} | {' | '.join(columns)} | {arm['alike']} | {errors} | {length} |")
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, str(arm["alike"]), errors, f"{mean(arm['lengths']):.2f}" if arm["lengths"] else ""])
+    heads = ["", *(head for kind in kinds for head in (kind, "")), "texts alike", "word errors", "tokens a pass"]
+    title = f"# Whisper, {record['clips']} clips, {record['tokens']} tokens, {record['threads']} threads"
+    said = "Seconds, and times as fast as `model.generate`."
+    return f"{title}\n\n{said}\n\n{markdown_table(heads, rows)}\n"
 
 
 if __name__ == "__main__":

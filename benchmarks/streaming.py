@@ -8,7 +8,7 @@ A checkpoint in bfloat16 has arms in planes, too; packing it is not timed, and `
 Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
 before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. Tokens after
-the first round are timed. `--minutes 8` ends early, and the same command goes on from there.
+the first round are timed. Each call is a run of the lab: `--minutes 8` ends early, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import HERE, RESULTS, equal_tokens, keep, prompts_of
+from harness import HERE, RESULTS, equal_tokens, prompts_of
 from rich.progress import track
 
-from selfspec.measure.environment import commit, environment
+from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.placement.plan import parse_bytes, shown_bytes
+from selfspec.tools.lab.report import markdown_table
+from selfspec.tools.lab.runs import Row, Run, Runs, digest_of
 
 ARMS = {
     "accelerate": "accelerate, disk offload",
@@ -41,66 +43,11 @@ ARMS = {
     "planes-plain": "selfspec, planes, plain",
     "planes": "selfspec, planes, default drafts",
 }
-_MAY_GROW = {"memory", "repeats", "arms"}
-
-
-@dataclass(frozen=True)
-class Call:
-    """Result of one process.
-
-    Attributes:
-        text: new tokens.
-        seconds: of a token.
-        bytes: that the disk gave, of a token.
-        peak: resident memory, in bytes.
-        moved: bytes of weights that a pass fetched; None: not counted.
-        plan: that the model was loaded by.
-        stats: of the generation; None: accelerate's.
-        commit: of the code.
-    """
-
-    text: list[int]
-    seconds: float
-    bytes: float
-    peak: int
-    plan: dict[str, Any]
-    stats: dict[str, Any] | None
-    commit: str | None
-    moved: float | None = None
+_AGAINST = ("plain", "accelerate", "drafts")
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = _options()
-    tokenizer = load_tokenizer(str(options.model))
-    prompt = prompts_of(options.texts, tokenizer, 1, options.context)[0][0].tolist()
-    record = _begun(options, prompt)
-    started = time.monotonic()
-    wanted = [
-        (memory, temperature, turn, arm)
-        for memory in options.memory
-        for temperature in options.temperatures
-        for turn in range(options.repeats)
-        for arm in options.arms
-    ]
-    for memory, temperature, turn, arm in track(wanted, "calls", transient=True):
-        if time.monotonic() - started > 60 * options.minutes:
-            print("not complete; run the same command to resume")
-            return
-        cell = _cell(record, memory, temperature)
-        calls = cell["calls"].setdefault(arm, [])
-        if arm in cell["refused"] or len(calls) > turn:
-            continue
-        found = _call(options, arm, memory, temperature, prompt)
-        if isinstance(found, str):
-            cell["refused"][arm] = found
-        else:
-            calls.append(asdict(found))
-        keep(options.name, record, _report(record))
-    print(_report(record))
-
-
-def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--memory", nargs="+", default=["2GiB"])
@@ -113,26 +60,28 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["accelerate", "plain", "drafts"])
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no call after so long; then resume")
-    parser.add_argument("--name", default="streaming", help="of the results")
-    return parser.parse_args()
-
-
-def _begun(options: argparse.Namespace, prompt: list[int]) -> dict[str, Any]:
-    """Return what an earlier run of the same settings left, or a new record. Budgets, arms and repeats may be added.
-
-    Model and texts count by what they hold, wherever they lie.
-    """
-    settings = {name: value for name, value in vars(options).items() if name not in ("model", "texts", "minutes")}
-    settings["prompt"] = hashlib.sha256(str(prompt).encode()).hexdigest()
-    settings["weights"] = [_digest(file) for file in sorted(options.model.glob("*.safetensors"))]
-    file = RESULTS / f"{options.name}.json"
-    record: dict[str, Any] = {"settings": settings, "environment": environment(torch.device("cpu")), "cells": []}
-    if not file.exists():
-        return record
-    earlier: dict[str, Any] = json.loads(file.read_text())
-    if any(earlier["settings"].get(name) != settings[name] for name in settings.keys() - _MAY_GROW):
-        raise SystemExit(f"{file} was made with {earlier['settings']}, not {settings}: remove it, or choose a --name")
-    return {**earlier, "settings": settings}
+    parser.add_argument("--name", default="streaming", help="of the folder of results")
+    options = parser.parse_args()
+    runs, started = Runs(RESULTS / options.name), time.monotonic()
+    tokenizer = load_tokenizer(str(options.model))
+    prompt = prompts_of(options.texts, tokenizer, 1, options.context)[0][0].tolist()
+    around = {**environment(torch.device("cpu")), "threads": options.threads}
+    # Model and texts count by what they hold, wherever they lie.
+    under = {name: getattr(options, name) for name in ("context", "max_new_tokens", "plain_tokens", "threads")}
+    under |= {"prompt": digest_of(prompt), "weights": [*map(_digest, sorted(options.model.glob("*.safetensors")))]}
+    wanted = [*product(options.memory, options.temperatures, range(options.repeats), options.arms)]
+    for memory, temperature, turn, arm in track(wanted, "calls", transient=True):
+        how = {"memory": memory, "temperature": temperature, "turn": turn, "arm": arm}
+        run = Run("streamed", {**under, **how}, {"model": options.model.name})
+        if run in runs:
+            continue
+        if time.monotonic() - started > 60 * options.minutes:
+            print("not complete; run the same command to resume")
+            return
+        runs.keep(run.rows([_call(options, arm, memory, temperature, prompt)], around))
+        page = report(runs.measured("streamed"))
+        (RESULTS / options.name / "report.md").write_text(page, encoding="utf-8")
+    print(report(runs.measured("streamed")))
 
 
 def _digest(file: Path) -> str:
@@ -140,17 +89,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _cell(record: dict[str, Any], memory: str, temperature: float) -> dict[str, Any]:
-    cells: list[dict[str, Any]] = record["cells"]
-    for cell in cells:
-        if (cell["memory"], cell["temperature"]) == (memory, temperature):
-            return cell
-    cells.append({"memory": memory, "temperature": temperature, "refused": {}, "calls": {}})
-    return cells[-1]
-
-
-def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Call | str:
-    """Decode once in another process; return why the budget is refused, where it is."""
+def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Row:
+    """Decode once in another process; return what it says, and the most memory that it had."""
     tokens = options.max_new_tokens if arm in ("drafts", "planes") else options.plain_tokens
     numbers = (temperature, tokens, options.threads, options.context + options.max_new_tokens)
     command = [sys.executable, HERE / "streaming_worker.py", arm, options.model, memory, *numbers]
@@ -166,8 +106,7 @@ def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float
         time.sleep(0.05)
     if process.returncode:
         raise SystemExit(f"{arm} ended with status {process.returncode}; see above for why")
-    found = json.loads(process.stdout.read())
-    return str(found["refused"]) if "refused" in found else Call(peak=peak, commit=commit(), **found)
+    return {**json.loads(process.stdout.read()), "peak_bytes": peak}
 
 
 def _peak(pid: int) -> int:
@@ -179,58 +118,58 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def _report(record: dict[str, Any]) -> str:
-    settings, machine = record["settings"], record["environment"]
-    commits = {call["commit"] for cell in record["cells"] for made in cell["calls"].values() for call in made}
-    lines = [
-        "# More model than memory\n",
-        f"{machine['processor']}, {settings['threads']} threads; arms in turns, each call in a process of its own; a",
-        f"prompt of {settings['context']} tokens, {settings['max_new_tokens']} new with drafts and",
-        f"{settings['plain_tokens']} without. Medians and their intervals. *Read*: by the disk's count. *Peak*:",
-        "resident memory, loading included, from outside. *Equal*: tokens before one that is not the first arm's, of",
-        f"those that both have. At commit {', '.join(sorted(map(str, commits)))}.",
+def report(rows: Sequence[Row]) -> str:
+    """Return a page with a table for each budget and temperature, over the turns that all its arms have."""
+    first = rows[0]
+    parts = [
+        "# More model than memory",
+        f"{first['processor']}, {first['threads']} threads; arms in turns, each call in a process of its own; a prompt "
+        f"of {first['context']} tokens, {first['max_new_tokens']} new with drafts and {first['plain_tokens']} without. "
+        "Medians and their intervals. *Read*: by the disk's count. *Peak*: resident memory, loading included, from "
+        "outside. *Equal*: tokens before one that is not the first arm's, of those that both have. At commit "
+        f"{', '.join(sorted({str(row['commit']) for row in rows}))}.",
     ]
-    for cell in sorted(record["cells"], key=lambda cell: (parse_bytes("memory", cell["memory"]), cell["temperature"])):
-        turns = max(map(len, cell["calls"].values()), default=0)
-        lines.append(f"\n## {cell['memory']}, temperature {cell['temperature']:g}, {turns} repeats\n")
-        lines += [f"{ARMS[arm]}: {why}\n" for arm, why in cell["refused"].items()]
-        lines += _rows(cell)
-    return "\n".join(lines) + "\n"
+    cells = dict.fromkeys((row["memory"], row["temperature"]) for row in rows)
+    for memory, temperature in sorted(cells, key=lambda cell: (parse_bytes("memory", cell[0]), cell[1])):
+        calls: dict[str, list[Row]] = {}
+        refused = {}
+        for row in rows:
+            if (row["memory"], row["temperature"]) == (memory, temperature):
+                if "refused" in row:
+                    refused[row["arm"]] = row["refused"]
+                else:
+                    calls.setdefault(row["arm"], []).append(row)
+        turns = min(map(len, calls.values()), default=0)
+        parts.append(f"## {memory}, temperature {temperature:g}, {turns} repeats")
+        parts += [f"{ARMS[arm]}: {why}" for arm, why in refused.items()]
+        if turns:
+            parts += _table({arm: made[:turns] for arm, made in calls.items()}, memory, temperature == 0)
+    return "\n\n".join(parts) + "\n"
 
 
-def _rows(cell: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of a cell, over the turns that all its arms have."""
-    turns = min((len(made) for made in cell["calls"].values() if made), default=0)
-    calls = {arm: [Call(**call) for call in made[:turns]] for arm, made in cell["calls"].items() if made}
-    if not turns:
-        return
-    if "drafts" in calls and (last := calls["drafts"][-1]).stats is not None and last.plan["draft_step"] is not None:
+def _table(calls: dict[str, list[Row]], memory: str, greedy: bool) -> Iterator[str]:
+    last = calls.get("drafts", [{}])[-1]
+    if (plan := last.get("plan") or {}) and plan["draft_step"] is not None:
         yield (
-            f"With drafts {last.plan['resident']} layers stay, {shown_bytes(last.plan['streamed'])} are streamed, "
-            f"drafts are in {last.plan['format']}; predicted {last.plan['drafting']:.2f} tokens/s; "
-            f"{last.stats['mean_accepted_length']:.1f} tokens a pass.\n"
+            f"With drafts {plan['resident']} layers stay, {shown_bytes(plan['streamed'])} are streamed, drafts are in "
+            f"{plan['format']}; predicted {plan['drafting']:.2f} tokens/s; {last['stats']['mean_accepted_length']:.1f} "
+            "tokens a pass."
         )
-    greedy = cell["temperature"] == 0
-    others = [arm for arm in ("plain", "accelerate", "drafts") if arm in calls]
-    against = [f"against {arm}" for arm in others]
-    columns = ["", "tokens/s", *against, "fetched a pass", "read a token", "peak", *["equal"] * greedy]
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    speeds = {arm: [1 / call.seconds for call in made] for arm, made in calls.items()}
-    first = next(iter(calls.values()))[0].text
+    speeds = {arm: [1 / call["seconds"] for call in made] for arm, made in calls.items()}
+    others, text = [arm for arm in _AGAINST if arm in calls], next(iter(calls.values()))[0]["text"]
+    rows = []
     for arm, made in calls.items():
-        ratios = [
-            Estimate.of_median([one / base for one, base in zip(speeds[arm], speeds[other], strict=True)]).shown(2)
-            for other in others
-        ]
-        moved = made[-1].moved
-        peak = max(call.peak for call in made)
-        share = peak / parse_bytes("memory", cell["memory"])
-        cells = [ARMS[arm], Estimate.of_median(speeds[arm]).shown(2), *ratios]
-        cells += ["" if moved is None else shown_bytes(moved), shown_bytes(max(call.bytes for call in made))]
-        cells += [f"{shown_bytes(peak)}, {share:.0%} of the budget"]
-        cells += [str(min(equal_tokens(call.text, first) for call in made))] * greedy
-        yield f"| {' | '.join(cells)} |"
+        ratios: list[Any] = [zip(speeds[arm], speeds[other], strict=True) for other in others]
+        moved, peak = made[-1]["moved"], max(call["peak_bytes"] for call in made)
+        cells = [ARMS[arm], Estimate.of_median(speeds[arm]).shown(2)]
+        cells += [Estimate.of_median([one / base for one, base in pairs]).shown(2) for pairs in ratios]
+        cells += ["" if moved is None else shown_bytes(moved), shown_bytes(max(call["bytes"] for call in made))]
+        cells.append(f"{shown_bytes(peak)}, {peak / parse_bytes('memory', memory):.0%} of the budget")
+        cells += [str(min(equal_tokens(call["text"], text) for call in made))] * greedy
+        rows.append(cells)
+    against = [f"against {arm}" for arm in others]
+    heads = ["", "tokens/s", *against, "fetched a pass", "read a token", "peak", *["equal"] * greedy]
+    yield markdown_table(heads, rows)
 
 
 if __name__ == "__main__":

@@ -47,29 +47,15 @@ def shapes(vocabulary: int) -> dict[str, PretrainedConfig]:
             **shape, num_key_value_heads=2, intermediate_size=_EXPERT, num_local_experts=8, output_router_logits=True
         ),
         "qwen2_moe": Qwen2MoeConfig(
-            **shape,
-            num_key_value_heads=2,
-            num_experts=8,
-            moe_intermediate_size=_EXPERT,
-            shared_expert_intermediate_size=_EXPERT,
-            output_router_logits=True,
+            **shape, num_key_value_heads=2, num_experts=8, moe_intermediate_size=_EXPERT,
+            shared_expert_intermediate_size=_EXPERT, output_router_logits=True,
         ),
         "deepseek_v3": DeepseekV3Config(
-            **shape,
-            num_key_value_heads=4,
-            n_routed_experts=8,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=_EXPERT,
-            intermediate_size=2 * _EXPERT,
-            first_k_dense_replace=1,
-            q_lora_rank=None,
-            kv_lora_rank=64,
-            qk_rope_head_dim=16,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
+            **shape, num_key_value_heads=4, n_routed_experts=8, n_group=1, topk_group=1, moe_intermediate_size=_EXPERT,
+            intermediate_size=2 * _EXPERT, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=64,
+            qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
         ),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

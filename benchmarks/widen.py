@@ -30,15 +30,7 @@ _FAR = 60.0
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a widened model; heads and their groups keep the small model's ratio.
-
-    Attributes:
-        hidden: D, units of the residual stream.
-        heads: query heads.
-        intermediate: units of an MLP.
-        layers: of the network.
-        vocabulary: token ids; None: the small model's.
-    """
+    """The shape of a widened model; heads and groups keep the small model's ratio, and so does a vocabulary of None."""
 
     hidden: int
     heads: int
@@ -106,11 +98,7 @@ def stretch(config: LlamaConfig, context: int) -> None:
 
 
 def places(own: int, layers: int) -> list[int]:
-    """Return where the small model's layers lie in the wide one, evenly spread, the last one last.
-
-    Raises:
-        ValueError: the wide one has fewer layers.
-    """
+    """Return where the small model's layers lie in the wide one, evenly spread, the last one last."""
     if layers < own:
         raise ValueError(f"{layers} layers have no room for {own}")
     return [(number + 1) * layers // own - 1 for number in range(own)]
@@ -119,8 +107,7 @@ def places(own: int, layers: int) -> list[int]:
 def widened(small: LlamaForCausalLM, size: Size, seed: int = 0) -> LlamaForCausalLM:
     """Return a llama of `size` that computes what `small` computes, in its dtype and on its device.
 
-    Raises:
-        ValueError: the size is smaller than the model, or its heads do not divide as the model's do.
+    A ValueError: the size is smaller than the model, or its heads do not divide as the model's do.
     """
     if small.config.attention_bias or small.config.mlp_bias:
         raise ValueError("biases are not supported; widen a llama without them")
@@ -224,11 +211,7 @@ def _fill_tokens(wide: Tensor, small: Tensor, other: Tensor) -> None:
 
 
 def _unlikely(small: LlamaForCausalLM, generator: torch.Generator) -> Tensor:
-    """Return a row of the head that is far below the others at any state, `[hidden]`.
-
-    Raises:
-        ValueError: no token of the small model is.
-    """
+    """Return a row of the head, `[hidden]`, far below the others at any state; a ValueError if no token's is."""
     tokens = torch.randint(small.config.vocab_size, (1, _CONTEXT), generator=generator, device=small.device)
     highest = small(tokens).logits[0].amax(0)
     least = int(highest.argmin())
