@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -163,7 +164,9 @@ def serve(
             log_text=log_text,
             aliases=address.alias or (),
         )
-        app = create_app(served, address.api_key, bounds.stop_seconds, address.cors or ())
+        local = _is_local(address.host)
+        hosts = ["localhost", "127.0.0.1", "[::1]", address.host] if local else ["*"]
+        app = create_app(served, address.api_key, bounds.stop_seconds, address.cors or (), hosts)
         port = bound.getsockname()[1]
         url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}"
 
@@ -171,11 +174,14 @@ def serve(
             if output == "json":
                 print_json(Serving(url, name, engine.longest))
                 return
-            print(f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops", file=sys.stderr)
+            said = [f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops"]
             if served.template is None:
-                print("note: there is no chat template; --template FILE gives one", file=sys.stderr)
-            if address.api_key is None and not _is_local(address.host):
-                print("note: anyone who reaches this address may ask; --api-key KEY asks for a key", file=sys.stderr)
+                said.append("note: there is no chat template; --template FILE gives one")
+            if address.api_key is None and not local:
+                said.append("note: anyone who reaches this address may ask; --api-key KEY asks for a key")
+            # A full disk behind stderr stops no server.
+            with suppress(OSError):
+                print(*said, sep="\n", file=sys.stderr, flush=True)
 
         run(app, served, bound, bounds.stop_seconds, ready)
     return None

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse, Response
 
 from selfspec.errors import UnsupportedOptionError
@@ -70,11 +71,16 @@ _DOORS = (
 
 
 def create_app(
-    served: Served, api_key: str | None = None, stop_seconds: float | None = 30.0, origins: Sequence[str] = ()
+    served: Served,
+    api_key: str | None = None,
+    stop_seconds: float | None = 30.0,
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = ("*",),
 ) -> FastAPI:
     """Make the application, whose engine starts and stops with it and ends running rows after `stop_seconds`.
 
-    Requests below /v1 need `api_key`, if there is one; scripts of pages of `origins` ("*": of any) may ask.
+    Requests below /v1 need `api_key`, if there is one; scripts of pages of `origins` ("*": of any) may ask. Requests to
+    others than `hosts`, by their header, are refused: a page of any site may be told that its own name is this machine.
     """
 
     @asynccontextmanager
@@ -120,6 +126,7 @@ def create_app(
         return found
 
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     app.add_middleware(ClientPace, limits=served.limits, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])

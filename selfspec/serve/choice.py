@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.text_stream import TextStream
 from selfspec.serve.chat.call_reader import CallDelta, CallReader, Said, ToolCall
+from selfspec.serve.chat.thoughts import Parted, ThoughtReader
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.logprobs import TokenLogprobs
 
@@ -38,6 +39,7 @@ class Piece:
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
     calls: tuple[CallDelta, ...] = ()
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Counts:
 class Choice:
     """An answer that grows, behind the tokens of a prompt, up to any of the stop strings.
 
-    A reader finds calls of tools in it. Special tokens are left out of its text, except those that are `shown`. What
-    comes after a stop string is not counted.
+    Readers part its thoughts from its text, and find calls of tools in that. Special tokens are left out of its text,
+    except those that are `shown`. What comes after a stop string is not counted.
     """
 
     def __init__(
@@ -69,17 +71,19 @@ class Choice:
         stops: Sequence[str],
         reader: CallReader | None = None,
         shown: frozenset[int] = frozenset(),
+        thoughts: ThoughtReader | None = None,
     ) -> None:
         self._stream = TextStream(tokenizer, prompt, special=bool(shown))
         self._hidden = frozenset(tokenizer.all_special_ids) - shown if shown else frozenset()
         self._stops = StopStrings(stops)
         self._reader = reader
+        self._thoughts = thoughts
         self._passed = 0
         # Tokens whose text is not certain, and those whose text may still be cut off by a stop string.
         self._unread: list[tuple[int, TokenLogprobs]] = []
         self._held: list[ScoredToken] = []
         self._read_to = 0
-        self.text = ""
+        self.text = self.thought = ""
         self.calls: list[ToolCall] = []
         self.scored: list[ScoredToken] = []
         self.finish_reason: FinishReason | None = None
@@ -139,12 +143,15 @@ class Choice:
                 replace(each, text=each.text[: max(length - each.offset, 0)], offset=min(each.offset, length))
                 for each in scored
             ]
-        said = Said(text, ()) if self._reader is None else self._reader.push(text, ended=reason is not None)
+        ended = reason is not None
+        thought, text = Parted("", text) if self._thoughts is None else self._thoughts.push(text, ended)
+        said = Said(text, ()) if self._reader is None else self._reader.push(text, ended)
+        self.thought += thought
         self.text += said.text
         self.calls += [each.call for each in said.calls if each.begins]
         self.scored += scored
         self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
-        return Piece(said.text, tuple(scored), self.finish_reason, said.calls)
+        return Piece(said.text, tuple(scored), self.finish_reason, said.calls, thought)
 
 
 class StopStrings:

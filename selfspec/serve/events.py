@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -90,28 +89,21 @@ class Ticket:
     Args:
         on_event: is called with each event, on the engine's thread: it must return at once and not raise, as
             `lambda event: loop.call_soon_threadsafe(queue.put_nowait, event)` does. None: `events` has them.
+
+    Attributes:
+        cancelled: True once `cancel` was called.
+        finished: the last event; None before the row has ended.
     """
 
     def __init__(self, on_event: Callable[[Event], object] | None = None) -> None:
         self._on_event = on_event
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._cancelled = threading.Event()
-        self._finished: Finished | None = None
-        self._done = threading.Event()
+        self.cancelled = False
+        self.finished: Finished | None = None
 
     def cancel(self) -> None:
         """End the row before its next round. It still gets its last event; one that has ended is left as it is."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
-
-    @property
-    def finished(self) -> Finished | None:
-        """The last event; None before the row has ended."""
-        return self._finished
+        self.cancelled = True
 
     def events(self, timeout: float | None = None) -> Iterator[Event]:
         """Wait for the events, one by one, up to the last; `timeout` seconds for each, None for any time.
@@ -122,14 +114,13 @@ class Ticket:
         """
         if self._on_event is not None:
             raise RuntimeError("events of this ticket go to on_event; submit without it to iterate over them")
-        while True:
+        event: Event | None = None
+        while not isinstance(event, Finished):
             try:
                 event = self._events.get(timeout=timeout)
             except queue.Empty:
                 raise TimeoutError(f"no event within {timeout} s") from None
             yield event
-            if isinstance(event, Finished):
-                return
 
     def tokens(self, timeout: float | None = None) -> list[int]:
         """Wait for the end, `timeout` seconds in all or any time, and return what was committed.
@@ -141,8 +132,7 @@ class Ticket:
         until = None if timeout is None else time.monotonic() + timeout
         tokens: list[int] = []
         while True:
-            left = None if until is None else max(until - time.monotonic(), 0.0)
-            event = next(self.events(left))
+            event = next(self.events(None if until is None else max(until - time.monotonic(), 0.0)))
             if not isinstance(event, Finished):
                 tokens += event.tokens
             elif event.error is not None:
@@ -150,19 +140,8 @@ class Ticket:
             else:
                 return tokens
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the row; whether it came in time."""
-        return self._done.wait(timeout)
-
     def deliver(self, event: Event) -> None:
         """Hand an event to the caller. The engine calls this."""
         if isinstance(event, Finished):
-            self._finished = event
-        try:
-            if self._on_event is None:
-                self._events.put(event)
-            else:
-                self._on_event(event)
-        finally:
-            if isinstance(event, Finished):
-                self._done.set()
+            self.finished = event
+        (self._on_event or self._events.put)(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from selfspec.serve.row_decoder import RowDecoder
 _LOG = logging.getLogger(__name__)
 # Short prompts that are read before a long one that has waited longer, at most.
 _PASS = 8
+# The longest that a piece of a prompt should take while rows run, and the fewest tokens that are read at once.
+_PIECE_SECONDS, _FEWEST_READ = 0.5, 32
 # Rounds in a row that may fail of several rows of which none fails alone.
 _UNEXPLAINED = 3
 
@@ -79,6 +82,8 @@ class Scheduler:
         self._kept = PrefixCache(kept_bytes if decoder.resumes else 0)
         self._prompt_tokens = self._asked_tokens = self._cached_tokens = 0
         self._preemptions = 0
+        # Of a prompt, as it was read last.
+        self._token_seconds = 0.0
         self._finished: Counter[str] = Counter()
 
     def add(self, entry: Entry) -> None:
@@ -167,21 +172,32 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Read prompts, the longest-waiting first, and let the rows that are read join."""
-        left = self._prefill_tokens
+        left = self._piece
         while left > 0:
             reading = self._reading or self._begin_next()
             if reading is None:
                 return
+            begun = time.perf_counter()
             try:
                 read = reading.prefill.read(left)
             except Exception as error:
                 self._reading = None
                 self._finish(reading.entry, "error", _failed("reading its prompt failed", error))
                 continue
+            if read:
+                self._token_seconds = (time.perf_counter() - begun) / read
             self._prompt_tokens += read
             left -= read
             if reading.prefill.left <= 0:
                 self._join(reading)
+
+    @property
+    def _piece(self) -> int:
+        """Tokens of prompts to read before the next round: rows that run wait no longer than `_PIECE_SECONDS`."""
+        most = self._prefill_tokens
+        if not self._running or not self._token_seconds:
+            return most
+        return min(most, max(_FEWEST_READ, int(_PIECE_SECONDS / self._token_seconds)))
 
     def _begin_next(self) -> _Reading | None:
         """Begin to read the next request; None: there is none, or no room for the one that has waited longest."""
@@ -236,12 +252,10 @@ class Scheduler:
         self._cached_tokens += known.tokens
         return self._decoder.begin(entry.row, known.cache, known.tokens)
 
-    def _keep(self, entry: Entry) -> None:
-        """Keep the cache of a row that is about to leave, where there is room beside the batch."""
-        batch = self._batch
-        if batch is None or not self._kept.bound or entry.row.error is not None or entry.row.failed:
+    def _keep(self, entry: Entry, batch: Batch, index: int) -> None:
+        """Keep the cache of a row of a batch, where there is room beside the batch that runs."""
+        if not self._kept.bound or entry.row.error is not None or entry.row.failed:
             return
-        index = self._running.index(entry)
         length = batch.cache.seq_lens[index]
         needed, tables = self._budget.sizes.of(1, length), self._decoder.tables
         room = self._budget.bound - self._batch_bytes
@@ -257,6 +271,10 @@ class Scheduler:
             self._preempt_last()
             if self._reading is None:
                 return
+        text = reading.entry.row.sequences.text_from(0, 0)
+        if any(each.row.sequences.text_from(0, 0) == text for each in self._waiting):
+            # Several answers to one prompt read it once.
+            self._keep(reading.entry, reading.prefill.batch, 0)
         if self._batch is None:
             self._batch = reading.prefill.batch
         else:
@@ -379,7 +397,8 @@ class Scheduler:
     def _leave(self, ended: Sequence[tuple[Entry, Reason, SelfSpecError | None]]) -> None:
         """Free what rows hold that have ended, and then tell their callers."""
         for entry, _, _ in ended:
-            self._keep(entry)
+            if self._batch is not None:
+                self._keep(entry, self._batch, self._running.index(entry))
         self._remove({self._running.index(entry) for entry, _, _ in ended})
         for entry, reason, error in ended:
             self._finish(entry, reason, error)

@@ -219,7 +219,7 @@ def in_one_piece(content: Any) -> str:
 class TextPart(Strict):
     """A piece of a text, as any door has it."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
     cache_control: dict[str, Any] | None = None
     annotations: Many[Any] | None = None
@@ -324,6 +324,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     # Clients send back what they were sent.
     refusal: None = None
     annotations: Annotated[Many[Any], Field(max_length=0)] | None = None
@@ -379,6 +380,7 @@ class ChatCompletionRequest(GenerationFields):
     # What the chat template reads of these, and of nothing else.
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     modalities: Many[Literal["text"]] | None = None

@@ -140,11 +140,15 @@ class Served:
             )
 
     async def score(self, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
-        """Find the log-probabilities of a prompt's tokens but the first."""
+        """Find the log-probabilities of a prompt's tokens but the first; whoever waits no more ends that."""
         if self.engine.spec.limits is not None:
             raise ApiError(400, "echo with logprobs is not supported where layers are streamed; drop one", "echo")
-        scored = partial(prompt_logprobs, self.engine.spec.model, prompt, top)
-        return await asyncio.get_running_loop().run_in_executor(self._scorer, in_own_thread, scored)
+        left = threading.Event()
+        scored = partial(prompt_logprobs, self.engine.spec.model, prompt, top, left.is_set)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._scorer, in_own_thread, scored)
+        finally:
+            left.set()
 
     def check(self, model: str) -> None:
         """Refuse requests for another model, and all once the server stops."""
@@ -244,16 +248,20 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def prompt_logprobs(model: PreTrainedModel, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
+def prompt_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], top: int, ends: Callable[[], bool] = lambda: False
+) -> list[TokenLogprobs]:
     """Read a prompt with the stock model: of each token but the first, its log-probability and the `top` likeliest.
 
-    A token that the model reads and its head cannot write has a log-probability of -inf.
+    A token that the model reads and its head cannot write has a log-probability of -inf. It stops where it `ends`.
     """
     device = weight_of(model.get_input_embeddings()).device
     ids = torch.tensor([list(prompt)], device=device)
     found: list[TokenLogprobs] = []
     following = ids[0, 1:].split(_AT_ONCE)
     for tokens, logits in zip(following, block_logits(model, ids.split(_AT_ONCE, 1)), strict=False):
+        if ends():
+            break
         scores = logits[: len(tokens)].float().log_softmax(-1)
         # One more place, for all that the head does not know.
         known = pad(scores, (0, 1), value=-torch.inf)

@@ -99,6 +99,7 @@ def running(
     draft: str = "lookup+exit:3",
     aliases: Sequence[str] = (),
     origins: Sequence[str] = (),
+    hosts: Sequence[str] = ("*",),
     folder: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     **engine: Any,
@@ -110,7 +111,7 @@ def running(
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text, aliases=aliases)
-    app = create_app(served, api_key, 30, origins)
+    app = create_app(served, api_key, 30, origins, hosts)
     config = uvicorn.Config(
         app,
         port=0,

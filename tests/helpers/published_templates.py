@@ -371,6 +371,6 @@ ANSWERS = (
 """A shape of nobody: CALL writes one."""
 TAGGED = ANSWERS.replace(
     "CALL",
-    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>{% endfor %}</function>",
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
 )

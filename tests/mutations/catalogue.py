@@ -823,9 +823,6 @@ CATALOGUE = (
         "hashlib.sha256(_content(file)).hexdigest()", "str(file.stat().st_size)",
         ("test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed",)),
     # Chat templates and calls of tools.
-    Mutation("a format of calls begins with what was thought before them", "_answer",
-        'regex.sub(rf".*{thought}\\s*(?:<[^<>]*>)?", "", found, flags=regex.DOTALL) if thought else found', "found",
-        ("test_a_format_that_nobody_knows_is_learned_without_its_thoughts",)),
     Mutation("formats are taken without reading what the template writes", "_reads",
         "any(_1 == _2 for calls in reads)", "True", ("test_calls_of_published_shapes", "test_formats")),
     Mutation("a message is taken for read where a template writes anything", "TemplateSource._reading",

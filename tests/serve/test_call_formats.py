@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from helpers import tiny
-from helpers.published_templates import ANSWERS, HERMES, PUBLISHED, READS_PARTS, TAGGED, Published
+from helpers.published_templates import ANSWERS, HERMES, PUBLISHED, READS_PARTS, Published
 from helpers.tokenizers import BARE, PLAIN
 from selfspec.errors import CheckpointError, PromptError, UnsupportedOptionError
 from selfspec.serve.chat.call_formats import HERMES as TOLD
 from selfspec.serve.chat.call_formats import CallFormat, Tags
 from selfspec.serve.chat.template import ChatTemplate
+from selfspec.serve.chat.thoughts import ThoughtReader, Thoughts
 from selfspec.serve.choice import Choice
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.grammar import CallGrammar, Grammars, Wanted
@@ -32,21 +33,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 CALLS = [("weather", {"city": "Zürich } ] 5", "days": [1, {"a": None}], "sure": True}), ("get.time-of_day", {})]
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
 
-LISTED = ANSWERS.replace(
-    "CALL",
-    "{% if loop.first %}<calls>{% else %}{{ '\n' }}{% endif %}<call>function<sep>{{ c.function.name }}\n```json\n"
-    "{{ '' + c.function.arguments }}\n```<end>{% if loop.last %}</calls>{% endif %}",
-)
 NO_FORMAT = ANSWERS.replace(
     "CALL", "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v }}, {% endfor %})"
 )
-SHAPES = PUBLISHED | {"tagged": Published(TAGGED), "listed": Published(LISTED, as_text=True)}
-LEARNED = {
-    TAGGED: CallFormat("<function=", ">", "</function>", tags=Tags("<parameter=", ">", "</parameter>")),
-    LISTED: CallFormat("<call>function<sep>", "\n```json\n", "\n```<end>", "<calls>", "</calls>", "\n"),
-    BARE: TOLD,
-    NO_FORMAT: None,
-}
+FOUND = {BARE: TOLD, NO_FORMAT: None}
 
 
 def served(template: ChatTemplate, text: str, at_once: bool) -> tuple[str, list[tuple[str, Any]], int]:
@@ -79,9 +69,9 @@ def without(special: Sequence[str], text: str) -> str:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("thinks", ["before", "off", "empty"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_calls_of_published_shapes(name: str, thinks: str, at_once: bool) -> None:
-    shape = SHAPES[name]
+    shape = PUBLISHED[name]
     template = ChatTemplate(shape.tokenizer)
     thought = {"before": shape.thought.format("Let me see."), "off": "", "empty": shape.empty}[thinks]
     # What begins the message of a call is no text.
@@ -196,6 +186,25 @@ def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) 
             assert served(template, thought + said, at_once)[:2] == (thought + said, [])
 
 
+@pytest.mark.parametrize(
+    ("answer", "begun", "thought", "said"),
+    [
+        ("<think>\nLet me see.\n</think>\n\nIt is < 5.\n", False, "Let me see.", "It is < 5.\n"),
+        (" <think></think> Yes", False, "", "Yes"),
+        ("So </thin\n</think>No", True, "So </thin", "No"),
+        ("Never ends </thi", True, "Never ends </thi", ""),
+        (" I <think> so </think>", False, "", " I <think> so </think>"),
+        ("<thin", False, "", "<thin"),
+        ("", False, "", ""),
+    ],
+)
+def test_thoughts_are_parted_from_what_is_said(answer: str, begun: bool, thought: str, said: str) -> None:
+    for pieces in ([answer], [*answer]):
+        reader = ThoughtReader(Thoughts(("<think>", "</think>"), begun=begun))
+        parted = [*map(reader.push, pieces), reader.push("", ended=True)]
+        assert ("".join(each.thought for each in parted), "".join(each.said for each in parted)) == (thought, said)
+
+
 def test_arguments_are_of_the_types_that_they_may_have() -> None:
     schemas: dict[str, Any] = {
         "a": {"type": "string"},
@@ -214,31 +223,9 @@ def test_arguments_are_of_the_types_that_they_may_have() -> None:
     assert json.loads(call.arguments) == {"a": "5", "b": 5, "c": None, "d": 2.5, "e": True, "f": [1], "g": "x"}
 
 
-OWN = (
-    "{%- for m in messages %}[{{ m.role }}]{%- if m.role == 'assistant' %}{%- if BLOCK %}"
-    "<think>{{ m.reasoning_content or '' }}</think>{%- endif %}{{ m.content }}{%- for c in m.tool_calls or [] %}"
-    "<my:call>{{ c.function.name }}|{{ c.function.arguments | tojson }}</my:call>{%- endfor %}"
-    "{%- else %}{{ m.content }}{%- endif %}<end>{%- endfor %}{%- if add_generation_prompt %}[assistant]{%- endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    "block", ["true", "m.tool_calls", "not m.tool_calls", "m.reasoning_content", "enable_thinking | default(true)"]
-)
-def test_a_format_that_nobody_knows_is_learned_without_its_thoughts(block: str) -> None:
-    template = ChatTemplate(Published(OWN.replace("BLOCK", block)).tokenizer)
-    text = "".join(f"<my:call>{name}|{json.dumps(given)}</my:call>" for name, given in CALLS)
-    assert template.calls == CallFormat("<my:call>", "|", "</my:call>")
-    for thought in ("<think>Let me see.</think>", "", "<think></think>"):
-        for at_once in (True, False):
-            assert served(template, thought + text, at_once)[:2] == (thought, CALLS)
-            said = f"{thought}A <my:call> is a mark."
-            assert served(template, said, at_once)[:2] == (said, [])
-
-
-@pytest.mark.parametrize("source", LEARNED)
+@pytest.mark.parametrize("source", FOUND)
 def test_formats(source: str) -> None:
-    assert ChatTemplate(Published(source).tokenizer).calls == LEARNED[source]
+    assert ChatTemplate(Published(source).tokenizer).calls == FOUND[source]
 
 
 @pytest.mark.parametrize(
@@ -246,19 +233,33 @@ def test_formats(source: str) -> None:
     [
         ("llama-3.1", '{"name": "weather", "parameters": {"city": "Zü', '{"city": "Zü'),
         (
-            "tagged",
-            '<function=weather><parameter=city>Zü\n } 5</parameter><parameter=days>[1, {"a',
+            "qwen3-coder",
+            '<tool_call>\n<function=weather>\n<parameter=city>\nZü\n } 5\n</parameter>\n<parameter=days>\n[1, {"a',
             '{"city": "Zü\\n } 5"',
         ),
     ],
 )
 def test_a_call_that_is_cut_off_is_what_was_written_of_it(name: str, text: str, arguments: str) -> None:
-    tools: Any = ChatTemplate(SHAPES[name].tokenizer).callable(SCHEMAS)
+    tools: Any = ChatTemplate(PUBLISHED[name].tokenizer).callable(SCHEMAS)
     for pieces in ([text], [*text]):
         reader = tools.reader()
         found = [reader.push(piece) for piece in pieces] + [reader.push("", ended=True)]
         assert "".join(each.text for each in found) == ""
         assert "".join(delta.arguments for each in found for delta in each.calls) == arguments
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "functiongemma"])
+def test_what_is_cut_off_of_the_end_of_a_call_is_no_text(name: str) -> None:
+    template = ChatTemplate(PUBLISHED[name].tokenizer)
+    tools, form = template.callable(SCHEMAS), template.calls
+    assert tools is not None
+    assert isinstance(form, CallFormat)
+    whole = form.text([("weather", '{"city": "Bern"}')]).rstrip()
+    for cut in range(len((form.after + form.end).strip()) + 1):
+        reader, answer = tools.reader(), whole[: len(whole) - cut]
+        said = [reader.push(letter) for letter in answer] + [reader.push("", ended=True)]
+        assert "".join(each.text for each in said) == "", answer
+        assert [call.begins for each in said for call in each.calls].count(True) == 1
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +281,9 @@ def fits(grammars: Grammars, wanted: Wanted, text: str) -> bool:
     return bool(processor._matcher.is_accepting())
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "functiongemma"])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "functiongemma"])
 def test_a_grammar_takes_what_the_format_writes(name: str, grammars: Grammars) -> None:
-    form = ChatTemplate(SHAPES[name].tokenizer).calls
+    form = ChatTemplate(PUBLISHED[name].tokenizer).calls
     assert isinstance(form, CallFormat)
     assert (form.separator is None) == (name in ("llama-3.1", "gpt-oss"))
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}

@@ -73,7 +73,9 @@ def test_calls_in_a_stream(bare: Running) -> None:
 def test_a_call_whose_arguments_stand_between_tags() -> None:
     with running(template=TAGGED) as server:
         body = {"tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 140, "temperature": 0}
-        check_call(server.chat(**body).body["choices"][0]["message"]["tool_calls"][0])
+        reply = server.chat(**body)
+        assert reply.status == 200, reply.raw
+        check_call(reply.body["choices"][0]["message"]["tool_calls"][0])
 
 
 def test_several_calls(bare: Running) -> None:

@@ -130,6 +130,32 @@ def test_who_leaves_has_no_row(strict: Running, stream: bytes) -> None:
     assert after["cancelled"] == before.get("cancelled", 0) + 1
 
 
+def test_who_leaves_has_no_prompt_scored(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def scored(model: Any, prompt: Any, top: int, ends: Callable[[], bool]) -> list[Any]:
+        begun.set()
+        while not ends():
+            time.sleep(0.005)
+        ended.set()
+        return []
+
+    monkeypatch.setattr("selfspec.serve.served.prompt_logprobs", scored)
+    with opened(server) as connection:
+        connection.sendall(request(BODY % b', "echo": true, "logprobs": 1'))
+        assert begun.wait(10)
+    assert ended.wait(10)
+
+
+def test_a_page_of_another_site_reaches_no_local_server() -> None:
+    """Its name may resolve to this machine: the header tells."""
+    with running(hosts=("localhost", "127.0.0.1", "[::1]")) as server:
+        for host, status in (("evil.example", 400), (f"localhost:{server.port}", 200), ("[::1]:80", 200)):
+            assert server.ask("/health", host=host).status == status
+        reply = server.ask("/v1/models/", host=f"127.0.0.1:{server.port}")
+        assert (reply.status, reply.headers.get("location")) == (404, None)
+
+
 def test_a_full_queue(strict: Running) -> None:
     with several(strict, 3) as connections:
         for count, connection in enumerate(connections):

@@ -161,6 +161,53 @@ def test_a_call_that_failed_is_said_to_have(bare: Running) -> None:
     assert len(tokens) == 2
 
 
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:"
+    "{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+def test_thoughts_stand_apart_at_every_door_and_are_taken_back() -> None:
+    with running(template=THINKS) as server:
+        asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+        prompt = server.tokenizer(f"user: {QUESTION}\nassistant:<think>", add_special_tokens=False).input_ids
+        thought = server.complete(prompt=prompt, **asked).body["choices"][0]["text"].lstrip()
+        chat = server.chat(**asked, enable_thinking=True).body["choices"][0]["message"]
+        assert (chat["reasoning_content"], chat["content"]) == (thought, "")
+        deltas = [
+            each["choices"][0]["delta"] for each in server.chat(**asked, enable_thinking=True, stream=True).events
+        ]
+        assert "".join(each.get("reasoning_content", "") for each in deltas) == thought
+        assert "reasoning_content" not in server.chat(**asked, reasoning_effort="none").body["choices"][0]["message"]
+        item = server.respond(reasoning={"effort": "high"}).body["output"][0]
+        assert (item["type"], item["content"][0]["text"]) == ("reasoning", thought)
+        events = named_events(server.respond(reasoning={"effort": "high"}, stream=True))
+        assert "".join(each["delta"] for each in events if each["type"] == "response.reasoning_text.delta") == thought
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        block = server.message(thinking=thinking).body["content"][0]
+        assert block == {"type": "thinking", "thinking": thought, "signature": ""}
+        events = named_events(server.message(thinking=thinking, stream=True))
+        blocks = [each["delta"] for each in events if each["type"] == "content_block_delta"]
+        assert "".join(each["thinking"] for each in blocks) == thought
+        # As an earlier answer brings them back.
+        asks, again = {"role": "user", "content": QUESTION}, {"role": "user", "content": "Why?"}
+        said = {"role": "assistant", "content": "So."}
+        counts = {
+            server.chat(messages=[asks, {**said, "reasoning_content": thought}, again]).body["usage"]["prompt_tokens"],
+            server.respond(input=[asks, item, said, again]).body["usage"]["input_tokens"],
+            server.ask(
+                "/v1/messages/count_tokens",
+                {
+                    "model": NAME,
+                    "messages": [asks, {**said, "content": [block, {"type": "text", "text": "So."}]}, again],
+                },
+            ).body["input_tokens"],
+        }
+        assert len(counts) == 1
+        assert counts.pop() > server.chat(messages=[asks, said, again]).body["usage"]["prompt_tokens"]
+
+
 def test_tokens(bare: Running) -> None:
     found = bare.ask("/tokenize", {"prompt": "Once upon", "return_token_strs": True}).body
     assert found["tokens"] == bare.tokenizer("Once upon").input_ids

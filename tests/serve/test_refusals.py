@@ -106,6 +106,7 @@ CHATS: dict[str, st.SearchStrategy[Any]] = {
     "tool_choice": st.one_of(NOT_TEXT, st.just("required"), st.just({"type": "function", "function": {"name": "a"}})),
     "chat_template_kwargs": st.one_of(st.text(), st.integers(), st.just({"colour": "red"})),
     "reasoning_effort": st.one_of(NOT_TEXT, st.just("high")),
+    "enable_thinking": st.one_of(NOT_A_FLAG, st.just(True)),
     "add_generation_prompt": NOT_A_FLAG,
     "continue_final_message": st.one_of(NOT_A_FLAG, st.just(True)),
     "modalities": st.one_of(st.text(), st.just(["audio"])),

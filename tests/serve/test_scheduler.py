@@ -6,6 +6,7 @@ Where drafts cost more than they bring at a load, the faster kind of round runs.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -335,6 +336,29 @@ def cache_of(length: int) -> SharedCache:
     return cache
 
 
+def test_several_answers_to_a_prompt_read_it_once(model: PreTrainedModel) -> None:
+    engine, request = Stepped(selfspec.wrap(model), 4, 16, kept=True), asked(60, 5)
+    seen = [engine.submit(request) for _ in range(4)]
+    engine.run()
+    assert engine.scheduler.stats().prompt_tokens == 59
+    assert [each.tokens for each in seen] == [alone(model, Asked(request))] * 4
+
+
+def test_a_long_prompt_is_read_in_pieces_by_time(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine reads few tokens between two rounds of the rows that run."""
+    clock = Mock(perf_counter=Mock(side_effect=itertools.count(0, 10)))
+    monkeypatch.setattr("selfspec.serve.scheduler.time", clock)
+    engine = Stepped(selfspec.wrap(model), 2, 512)
+    engine.submit(asked(3, 60))
+    engine.step()
+    long = engine.submit(asked(110, 2, 1))
+    steps = 0
+    while not begun(long):
+        engine.step()
+        steps += 1
+    assert steps == 4
+
+
 def test_the_least_used_goes_first() -> None:
     one, two, three = (text_of(20, seed) for seed in range(3))
     kept = PrefixCache(2 * cache_of(20).nbytes)
@@ -369,6 +393,8 @@ def test_usage_says_what_was_not_read(server: Running) -> None:
     options = {"include_usage": True}
     last = server.complete(prompt=prompt, temperature=0, stream=True, stream_options=options).events[-1]
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    usage = server.complete(prompt=[prompt, prompt[:-4]], n=3).body["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
     assert b"vllm:prefix_cache_hits_total" in server.ask("/metrics").raw
 
 

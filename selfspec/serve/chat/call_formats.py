@@ -96,131 +96,67 @@ def _texts(value: Any) -> Iterator[str]:
 HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
 """What models are told to write whose template says nothing of calls."""
 
-_PARAMETERS = Tags("<parameter=", ">\n", "\n</parameter>\n")
+_NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
 
 FORMATS = (
     # Hermes, Qwen, Granite 4, SmolLM3.
     HERMES,
     # Qwen3-Coder, Qwen3.5, Nemotron 3. Some answers leave the outer tag out.
     CallFormat(
-        "<tool_call>\n<function=",
-        ">\n",
-        "</function>\n</tool_call>",
-        separator="\n",
-        tags=_PARAMETERS,
-        opening=r"(?:<tool_call>\s*)?<function=",
+        *("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "", "", "\n"),
+        Tags("<parameter=", ">\n", "\n</parameter>\n"),
+        r"(?:<tool_call>\s*)?<function=",
     ),
     # GLM 4.5, and from 4.7 on.
     CallFormat(
-        "<tool_call>",
-        "\n",
-        "</tool_call>",
-        separator="\n",
-        tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        *("<tool_call>", "\n", "</tool_call>", "", "", "\n"),
+        Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     CallFormat("<tool_call>", "", "</tool_call>", tags=Tags("<arg_key>", "</arg_key><arg_value>", "</arg_value>")),
     # MiniMax M2.
     CallFormat(
-        '<invoke name="',
-        '">\n',
-        "</invoke>",
-        begin="<minimax:tool_call>\n",
-        end="\n</minimax:tool_call>",
-        separator="\n",
-        tags=Tags('<parameter name="', '">', "</parameter>\n"),
+        *('<invoke name="', '">\n', "</invoke>", "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
+        Tags('<parameter name="', '">', "</parameter>\n"),
     ),
     # Llama 3, and others that write an object and nothing else.
-    CallFormat(
-        '{"name": "',
-        '", "parameters": ',
-        "}",
-        separator=None,
-        opening=r"(?:<\|python_tag\|>|(?<=\A\s*|</think>\s*))",
-    ),
-    CallFormat('{"name": "', '", "arguments": ', "}", separator=None),
+    CallFormat(*(_NAME, _PARAMETERS, "}"), separator=None, opening=r"(?:<\|python_tag\|>|(?<=\A\s*|</think>\s*))"),
+    CallFormat(_NAME, _ARGUMENTS, "}", separator=None),
     # Mistral: a list, and from its tokenizer's version 11 on names.
-    CallFormat(
-        '{"name": "',
-        '", "arguments": ',
-        "}",
-        begin="[TOOL_CALLS] [",
-        end="]",
-        separator=", ",
-        opening=r"\[TOOL_CALLS\]",
-    ),
+    CallFormat(_NAME, _ARGUMENTS, "}", "[TOOL_CALLS] [", "]", ", ", opening=r"\[TOOL_CALLS\]"),
     CallFormat("[TOOL_CALLS]", "[ARGS]", "", joint=r"(?:\[CALL_ID\]\w*)?\[ARGS\]"),
     # DeepSeek R1 and V3, and V3.1.
     CallFormat(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
-        separator="\n",
+        *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n"),
     ),
     CallFormat(
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
+        *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
     # Kimi K2; ids count calls.
     CallFormat(
-        "<|tool_call_begin|>functions.",
-        ":0<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        begin="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
-        separator=None,
+        *("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", None),
         joint=r":\d+\s*<\|tool_call_argument_begin\|>",
     ),
     # Command R, and Command R7B and A.
     CallFormat(
-        '{\n        "tool_name": "',
-        '",\n        "parameters": ',
-        "\n    }",
-        begin="Action:```json\n[\n    ",
-        end="\n]```",
-        separator=",\n    ",
+        *('{\n        "tool_name": "', '",\n        "parameters": ', "\n    }"),
+        *("Action:```json\n[\n    ", "\n]```", ",\n    "),
         opening=r"Action:\s*```json",
     ),
     CallFormat(
-        '{"tool_call_id": "0", "tool_name": "',
-        '", "parameters": ',
-        "}",
-        begin="<|START_ACTION|>[\n    ",
-        end="\n]<|END_ACTION|>",
-        separator=None,
+        *('{"tool_call_id": "0", "tool_name": "', _PARAMETERS, "}"),
+        *("<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>", None),
     ),
     # Phi-4-mini, before Granite 3, whose mark is a part of its own.
-    CallFormat(
-        '{"name": "',
-        '", "arguments": ',
-        "}",
-        begin="<|tool_call|>[",
-        end="]<|/tool_call|>",
-        separator=", ",
-        signs=("<|/tool|>",),
-    ),
-    CallFormat(
-        '{"name": "', '", "arguments": ', "}", begin="<|tool_call|>[", end="]", separator=", ", signs=("<|tool_call|>",)
-    ),
+    CallFormat(_NAME, _ARGUMENTS, "}", "<|tool_call|>[", "]<|/tool_call|>", ", ", signs=("<|/tool|>",)),
+    CallFormat(_NAME, _ARGUMENTS, "}", "<|tool_call|>[", "]", ", ", signs=("<|tool_call|>",)),
     # Nemotron Nano.
-    CallFormat(
-        '{"name": "',
-        '", "arguments": ',
-        "}",
-        begin="<TOOLCALL>[",
-        end="]</TOOLCALL>",
-        separator=", ",
-        signs=("<TOOLCALL>",),
-    ),
+    CallFormat(_NAME, _ARGUMENTS, "}", "<TOOLCALL>[", "]</TOOLCALL>", ", ", signs=("<TOOLCALL>",)),
     # gpt-oss: a channel addressed to a function. Its end token follows, so one call is an answer.
     CallFormat(
-        "<|channel|>commentary to=functions.",
-        " <|constrain|>json<|message|>",
-        "",
+        *("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
         separator=None,
         opening=r"(?:(?:<\|end\|>)?<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.",
         joint=r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",

@@ -114,29 +114,19 @@ def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
 
 
 def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]) -> _Marks:
-    """Return what a reader of a response template looks for."""
+    """Return what a reader of a response template looks for: calls that transformers reads, each once it is whole."""
     calls = load_response_template(dict(form.template)).fields["tool_calls"]
-    function = calls.transform.get("function") if isinstance(calls.transform, dict) else None
-    plain = calls.content == "json" and not calls.content_args and calls.close_re is not None
-    # What may grow waits for what follows.
-    further = r"(?=.|\Z)"
+    given = [{"type": "function", "function": {"name": name, "parameters": tools[name]}} for name in tools]
     patterns = (r"(?!)" if each is None else each.pattern for each in (calls.open_re, calls.close_re))
     opened, closed = (each.replace(r"\s*", r"\s{0,64}") for each in patterns)
-    body: _Whole | str | None
-    if plain and function == "{content}":
-        body, further = None, rf"\s*{_OBJECT}"
-    elif plain and isinstance(function, dict) and function.get("arguments") == "{content}" and "name" in function:
-        body, further = _JSON, r"\s*(?=\{)"
-    else:
-        given = [{"type": "function", "function": {"name": name, "parameters": tools[name]}} for name in tools]
 
-        def parse(text: str) -> list[Any]:
-            found = parse_response(text, dict(form.template), prefix="", tools=given).get("tool_calls") or []
-            return [each for item in found for each in (item if isinstance(item, list) else [item])]
+    def parse(text: str) -> list[Any]:
+        found = parse_response(text, dict(form.template), prefix="", tools=given).get("tool_calls") or []
+        return [each for item in found for each in (item if isinstance(item, list) else [item])]
 
-        body = _Whole(_pattern(closed), parse)
-    first = _pattern(rf"\s*(?:{opened}){further}")
-    return _Marks(first, first, body, (_pattern(rf"\s*(?:{closed})"),))
+    # What may grow waits for what follows.
+    first = _pattern(rf"\s*(?:{opened})(?=.|\Z)")
+    return _Marks(first, first, _Whole(_pattern(closed), parse), (_pattern(rf"\s*(?:{closed})"),))
 
 
 class CallReader:
@@ -328,6 +318,9 @@ class CallReader:
     def _passed(self, pattern: Any) -> _Reading[None]:
         """Pass over what matches here, if it does."""
         found = yield from self._met(pattern)
+        if found is None and self._ended:
+            # What is cut off is none of the text.
+            found = pattern.match(self._text, self._at, partial=True)
         self._at = self._at if found is None else found.end()
 
     def _grow(self, call: ToolCall | None, arguments: str, begins: bool = False, ends: bool = False) -> None:

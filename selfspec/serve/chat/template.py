@@ -18,6 +18,7 @@ from selfspec.errors import CheckpointError, PromptError
 from selfspec.serve.chat.call_formats import HERMES, CallFormat, ResponseFormat
 from selfspec.serve.chat.call_learning import ARGUMENTS, NAMES, calling, find_format
 from selfspec.serve.chat.call_reader import CallableTools, CallReader
+from selfspec.serve.chat.thoughts import MARKS, Thoughts
 
 Message = Mapping[str, Any]
 """`role`, `content`, and what else a template may read."""
@@ -134,8 +135,8 @@ class ChatTemplate:
 
     @cached_property
     def reads(self) -> CallFormat | ResponseFormat | None:
-        """How calls are found in answers: as the tokenizer's response template says, where it has one."""
-        return self._own or self.calls
+        """How calls are found in answers: as the template writes them, or as the tokenizer's response template says."""
+        return self.calls if self._own is None or (self._calling.arguments and self.calls) else self._own
 
     @cached_property
     def _own(self) -> ResponseFormat | None:
@@ -145,10 +146,20 @@ class ChatTemplate:
     def callable(self, schemas: Mapping[str, Mapping[str, Any]]) -> CallableTools | None:
         """Return what finds calls of tools, by names and schemas of arguments; None: no calls can be found."""
         form = self.reads
-        if form is None:
+        return None if form is None else CallableTools(form, schemas, self._special_of(form.marks))
+
+    def thoughts(self, prompt: Sequence[int], tools: bool) -> Thoughts | None:
+        """Return what parts the thoughts of an answer to a prompt from what it says; None: the model writes none."""
+        marks = self.writer(tools).thinks
+        if marks is None:
             return None
+        begun = str(self.tokenizer.decode(prompt[-32:])).rstrip().endswith(marks[0])
+        return Thoughts(marks, frozenset(self._special_of("".join(marks))), begun)
+
+    def _special_of(self, marks: str) -> dict[int, str]:
+        """Return the special tokens that are in marks, with their texts."""
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
-        return CallableTools(form, schemas, {token: text for token, text in special if text in form.marks})
+        return {token: text for token, text in special if text in marks}
 
     def _with_tools(
         self, source: TemplateSource, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
@@ -264,9 +275,13 @@ class TemplateSource:
         """Names of what a request may set."""
         source = self.source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
         parsed = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-        special = self.tokenizer.special_tokens_map.keys()
-        found = meta.find_undeclared_variables(parsed)
-        return frozenset(found - special - {*_GIVEN, "raise_exception", "strftime_now", "namespace", "range", "dict"})
+        found = meta.find_undeclared_variables(parsed) - self.tokenizer.special_tokens_map.keys()
+        return frozenset(found - {*_GIVEN, "raise_exception", "strftime_now", "namespace", "range", "dict"})
+
+    @property
+    def thinks(self) -> tuple[str, str] | None:
+        """The marks that it writes around thoughts; None: it writes none."""
+        return next((marks for marks in MARKS if marks[1] in self.source), None)
 
     @cached_property
     def readings(self) -> Mapping[str, Reading | None]:

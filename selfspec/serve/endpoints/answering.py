@@ -7,20 +7,19 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.chat.call_reader import CallableTools
+from selfspec.serve.chat.thoughts import ThoughtReader, Thoughts
 from selfspec.serve.choice import Choice, Counts, Piece
-from selfspec.serve.engine import Engine
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.grammar import Grammar, Wanted
 from selfspec.serve.monitoring import note
@@ -51,6 +50,7 @@ class Work:
     logprobs: int | None = None
     wanted: Wanted | None = None
     tools: CallableTools | None = None
+    thoughts: Thoughts | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -111,7 +111,7 @@ class ChoicesForm(Form):
 
     def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
         piece = new.piece
-        if piece.text or piece.scored or piece.calls or piece.finish_reason:
+        if piece.text or piece.thought or piece.scored or piece.calls or piece.finish_reason:
             yield self._event([self.chunk(new)], counts)
 
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
@@ -148,7 +148,7 @@ async def row_requests(served: Served, http: Request, request: GenerationFields,
     longest = [_longest(served, prompt, work.asked, where) for prompt in prompts]
     if (request.min_tokens or 0) > min(longest):
         raise ApiError(400, f"min_tokens: there is room for {min(longest)} new tokens", "min_tokens")
-    grammar = None if work.wanted is None else await _unless_gone(http, _compiled(served, work.wanted))
+    grammar = None if work.wanted is None else await unless_gone(http, _compiled(served, work.wanted))
     predicted = await served.read(lambda: _predicted(served, request))
 
     def rows() -> list[RowRequest]:
@@ -240,8 +240,7 @@ async def answer(
 ) -> Response:
     """Run the rows of `row_requests`, and answer: once all have ended, or piece by piece."""
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    seconds = served.limits.request_seconds
-    answering = Answering(served.engine, served.tokenizer, rows, stops, seconds, work.tools)
+    answering = Answering(served, rows, stops, work)
     try:
         await served.submit(answering.submit)
     except BaseException:
@@ -255,7 +254,7 @@ async def answer(
             pass
 
     try:
-        await _unless_gone(http, run())
+        await unless_gone(http, run())
     finally:
         answering.cancel()
     return JSONResponse(form.whole(answering.choices, answering.counts))
@@ -312,7 +311,7 @@ async def _watched(served: Served, http: Request, answering: Answering) -> Async
             note(http.scope, answers=[choice.text for choice in answering.choices])
 
 
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
+async def unless_gone(http: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
     """Wait for work, unless the client leaves: then the work is cancelled."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(http))
     try:
@@ -369,31 +368,39 @@ def usage(prompt_tokens: int, counts: Counts) -> Body:
 
 
 class Answering:
-    """Answers one request within `most_seconds`: a row of the engine for each answer, ended by any stop string."""
+    """Answers one request within its time: a row of the engine for each answer, ended by any stop string."""
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        served: Served,
         rows: Sequence[RowRequest],
         stops: Sequence[str],
-        most_seconds: float,
-        tools: CallableTools | None = None,
+        work: Work,
     ) -> None:
-        self._engine = engine
+        self._engine = served.engine
+        self._answers = len(rows) // len(work.prompts)
         self._rows = rows
         self._begun = time.monotonic()
-        self._until = self._begun + most_seconds
-        self._most_seconds = most_seconds
+        self._most_seconds = served.limits.request_seconds
+        self._until = self._begun + self._most_seconds
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, float, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._lock = threading.Lock()
         self._given_up = False
-        reading = [
-            (None, frozenset[int]()) if tools is None else (tools.reader(), frozenset(tools.shown)) for _ in rows
+        tools, thoughts = work.tools, work.thoughts
+        shown = frozenset(tools.shown if tools else ()) | (thoughts.shown if thoughts else frozenset())
+        self.choices = [
+            Choice(
+                served.tokenizer,
+                row.input_ids,
+                stops,
+                tools.reader() if tools else None,
+                shown,
+                ThoughtReader(thoughts) if thoughts else None,
+            )
+            for row in rows
         ]
-        self.choices = [Choice(tokenizer, row.input_ids, stops, *each) for row, each in zip(rows, reading, strict=True)]
 
     def submit(self) -> None:
         """Hand every row to the engine, or none. May be called from any thread."""
@@ -449,7 +456,9 @@ class Answering:
     def counts(self) -> Counts:
         """Tokens of all answers together."""
         every = [choice.counts for choice in self.choices]
-        return Counts(*(sum(values) for values in zip(*map(astuple, every), strict=True)))
+        counts = Counts(*(sum(values) for values in zip(*map(astuple, every), strict=True)))
+        # A prompt is counted once, however many answers it has.
+        return replace(counts, cached=sum(each.cached for each in every[:: self._answers]))
 
     def _listener(self, index: int) -> Callable[[Event], None]:
         def listen(event: Event) -> None:

@@ -59,7 +59,8 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
         return None if work.logprobs is None else _logprobs(served.texts, scored)
 
     def chunk(new: NewPiece) -> Body:
-        said: Body = {"content": new.piece.text} if new.piece.text else {}
+        parts = {"reasoning_content": new.piece.thought, "content": new.piece.text}
+        said: Body = {name: text for name, text in parts.items() if text}
         if new.piece.calls:
             said["tool_calls"] = list(map(_delta, new.piece.calls))
         return _chunk(new.index, said, logprobs(new.piece.scored), new.piece.finish_reason)
@@ -68,6 +69,8 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
         message: Body = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": list(map(_call, choice.calls))}
+        if choice.thought:
+            message["reasoning_content"] = choice.thought
         reason = choice.finish_reason
         return {"index": index, "message": message, "logprobs": logprobs(choice.scored), "finish_reason": reason}
 
@@ -93,11 +96,15 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
     wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
-    if not request.tools or request.tool_choice == "none":
-        return Work([prompt], asked, "messages", top, wanted)
+    calls = bool(request.tools) and request.tool_choice != "none"
+    # What has to fit something thinks nothing.
+    free = wanted is None and (not calls or request.tool_choice in (None, "auto"))
+    thoughts = template.thoughts(prompt, calls) if free else None
+    if not request.tools or not calls:
+        return Work([prompt], asked, "messages", top, wanted, thoughts=thoughts)
     tools = template.callable({tool.function.name: tool.function.parameters or {} for tool in request.tools})
     grammar = call_grammar(request, template.calls or template.reads, wanted)
-    return Work([prompt], asked, "messages", top, grammar or wanted, tools)
+    return Work([prompt], asked, "messages", top, grammar or wanted, tools, thoughts)
 
 
 def call_grammar(
@@ -152,10 +159,19 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
         read = ", ".join(sorted(writer.variables)) or "none"
         said = f"chat_template_kwargs: the template reads no {unknown[0]!r}; it reads {read}"
         raise ApiError(400, said, "chat_template_kwargs")
-    if request.reasoning_effort is not None:
-        if "reasoning_effort" not in writer.variables:
-            raise ApiError(400, "reasoning_effort: the template of this model reads none; drop it", "reasoning_effort")
-        variables["reasoning_effort"] = request.reasoning_effort
+    thinking, effort = request.enable_thinking, request.reasoning_effort
+    switched = "enable_thinking" in writer.variables
+    if effort is not None and "reasoning_effort" in writer.variables:
+        variables["reasoning_effort"] = effort
+    elif effort is not None and switched and thinking is None:
+        thinking = effort != "none"
+    elif effort is not None:
+        raise ApiError(400, "reasoning_effort: the template of this model reads none; drop it", "reasoning_effort")
+    if switched and thinking is not None:
+        variables["enable_thinking"] = thinking
+    elif thinking is not None and thinking is not bool(writer.thinks):
+        said = "enable_thinking: the template of this model has no switch for it; drop it"
+        raise ApiError(400, said, "enable_thinking")
     if any(message.name and message.role != "tool" for message in request.messages) and not writer.reads_names:
         raise ApiError(400, "messages: the template of this model reads no name; say it in the content", "messages")
     try:
@@ -169,7 +185,8 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
 
 def _plain(message: Message) -> dict[str, Any]:
     """Write a message as templates read it: text in one piece, and arguments of calls as objects."""
-    plain = message.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
+    read = {"role", "content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
+    plain = message.model_dump(include=read, exclude_none=True)
     if plain["role"] == "developer":
         plain["role"] = "system"
     plain["content"] = in_one_piece(message.content)
@@ -246,26 +263,27 @@ async def read_chat(served: Served, http: Request, fields: Callable[[], Body]) -
     return request, await chat_work(served, http, request)
 
 
+Item = ToolCall | Literal["text", "thought"]
+
+
 class ItemsForm(Form):
-    """The form of an answer that is written as items in order: one for text, and one for each call."""
+    """The form of an answer that is written as items in order: for thoughts, for text, and one for each call."""
 
     def __init__(self) -> None:
         # Of the item that is written; None: none is.
-        self._open: ToolCall | Literal["text"] | None = None
+        self._open: Item | None = None
 
     def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
         """Write what is new, and the items that begin and end with it."""
-        if new.piece.text:
-            if self._open != "text":
-                yield from self.closed()
-                self._open = "text"
-                yield from self.opened(None)
-            yield from self.grown(new.piece.text, None)
+        texts: tuple[tuple[Item, str], ...] = (("thought", new.piece.thought), ("text", new.piece.text))
+        for item, text in texts:
+            if text and self._open != item:
+                yield from self._begun(item)
+            if text:
+                yield from self.grown(text, item)
         for each in new.piece.calls:
             if each.begins:
-                yield from self.closed()
-                self._open = each.call
-                yield from self.opened(each.call)
+                yield from self._begun(each.call)
             if each.arguments:
                 yield from self.grown(each.arguments, each.call)
             if each.ends:
@@ -275,19 +293,24 @@ class ItemsForm(Form):
         """Write the end of the item that is open."""
         now, self._open = self._open, None
         if now is not None:
-            yield from self.finished(None if now == "text" else now)
+            yield from self.finished(now)
+
+    def _begun(self, item: Item) -> Iterable[str]:
+        yield from self.closed()
+        self._open = item
+        yield from self.opened(item)
 
     @abstractmethod
-    def opened(self, call: ToolCall | None) -> Iterable[str]:
-        """Write the beginning of a call, or of a text."""
+    def opened(self, item: Item) -> Iterable[str]:
+        """Write the beginning of an item."""
 
     @abstractmethod
-    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
+    def grown(self, new: str, item: Item) -> Iterable[str]:
         """Write what is new of a call's arguments, or of a text."""
 
     @abstractmethod
-    def finished(self, call: ToolCall | None) -> Iterable[str]:
-        """Write the end of a call, or of a text."""
+    def finished(self, item: Item) -> Iterable[str]:
+        """Write the end of an item."""
 
 
 def called(id_: str, name: str, arguments: str) -> Body:

@@ -20,6 +20,7 @@ from selfspec.serve.endpoints.answering import (
     answer,
     note_prompts,
     row_requests,
+    unless_gone,
     usage,
 )
 from selfspec.serve.monitoring import request_id
@@ -52,7 +53,10 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
         "created": int(time.time()),
         "model": served.name,
     }
-    of_prompts = [await _echo(served, request, given, ids) for given, ids in zip(_given(request), prompts, strict=True)]
+    of_prompts = [
+        await unless_gone(http, _echo(served, request, given, ids))
+        for given, ids in zip(_given(request), prompts, strict=True)
+    ]
     # One for each of the n answers to a prompt.
     echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
     if request.max_tokens == 0:

@@ -14,11 +14,11 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
-from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id, read_chat
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, new_id, read_chat
 from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
 
-_RENAMED = {"stop": "stop_sequences"}
+_RENAMED = {"stop": "stop_sequences", "enable_thinking": "thinking"}
 
 
 class Block(Part):
@@ -28,6 +28,7 @@ class Block(Part):
         "text": ("text", "citations"),
         "tool_use": ("id name input", "caller"),
         "tool_result": ("tool_use_id", "content is_error"),
+        "thinking": ("thinking", "signature"),
     }
     text: str = ""
     citations: Many[Any] | None = None
@@ -38,6 +39,8 @@ class Block(Part):
     tool_use_id: str = ""
     content: Content | None = None
     is_error: bool | None = None
+    thinking: str = ""
+    signature: str | None = None
 
 
 class AnthropicMessage(Strict):
@@ -73,9 +76,11 @@ class AnthropicChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks first: here as its template has it."""
+    """Whether the model thinks first; how long it may is for the model to say."""
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: str | None = None
 
 
 class CountRequest(Hints):
@@ -104,6 +109,7 @@ class CountRequest(Hints):
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
             "tool_choice": None if self.tool_choice is None else kinds.get(choice.type, choice.type),
             "parallel_tool_calls": None if one is None else not one,
+            "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
             # An answer of its own begins where the last message is the assistant's.
             "continue_final_message": True if self.messages[-1].role == "assistant" else None,
         }
@@ -153,8 +159,16 @@ def _messages(message: AnthropicMessage) -> list[Body]:
     ]
     calls = [called(each.id, each.name, json.dumps(each.input)) for each in blocks if each.type == "tool_use"]
     text = "".join(block.text for block in blocks)
-    said: Body = {"role": message.role, "content": text, **({"tool_calls": calls} if calls else {})}
-    return [*results, said] if text or calls or not results else list(results)
+    thought = "".join(block.thinking for block in blocks) or None
+    said: Body = {"role": message.role, "content": text, "reasoning_content": thought, "tool_calls": calls or None}
+    return [*results, said] if text or calls or thought or not results else list(results)
+
+
+_BLOCKS: dict[str, Body] = {
+    "text": {"type": "text", "text": ""},
+    "thought": {"type": "thinking", "thinking": "", "signature": ""},
+}
+_GROWS = {"text": ("text", "text"), "thought": ("thinking", "thinking")}
 
 
 class MessageForm(ItemsForm):
@@ -169,7 +183,8 @@ class MessageForm(ItemsForm):
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
         choice = choices[0]
-        said = [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
+        said: list[Body] = [{**_BLOCKS["thought"], "thinking": choice.thought}] if choice.thought else []
+        said += [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
         content = [*said, *({**_use(call), "input": _input(call)} for call in choice.calls)]
         return {**self._head, "content": content, **_ending(choice), "usage": self._usage(counts)}
 
@@ -185,17 +200,16 @@ class MessageForm(ItemsForm):
     def failed(self, error: ApiError) -> Iterable[str]:
         yield event(error.body, "error")
 
-    def opened(self, call: ToolCall | None) -> Iterable[str]:
+    def opened(self, item: Item) -> Iterable[str]:
         self._index += 1
-        block: Body = {"type": "text", "text": ""} if call is None else {**_use(call), "input": {}}
+        block = {**_use(item), "input": {}} if isinstance(item, ToolCall) else _BLOCKS[item]
         yield _event("content_block_start", index=self._index, content_block=block)
 
-    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
-        delta = {"type": "text_delta", "text": new}
-        delta = delta if call is None else {"type": "input_json_delta", "partial_json": new}
-        yield _event("content_block_delta", index=self._index, delta=delta)
+    def grown(self, new: str, item: Item) -> Iterable[str]:
+        kind, field = ("input_json", "partial_json") if isinstance(item, ToolCall) else _GROWS[item]
+        yield _event("content_block_delta", index=self._index, delta={"type": f"{kind}_delta", field: new})
 
-    def finished(self, call: ToolCall | None) -> Iterable[str]:
+    def finished(self, item: Item) -> Iterable[str]:
         yield _event("content_block_stop", index=self._index)
 
     def _usage(self, counts: Counts) -> Body:

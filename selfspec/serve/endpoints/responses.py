@@ -14,20 +14,21 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Work, event
-from selfspec.serve.endpoints.chat_completions import ItemsForm, answer_as, called, new_id
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, new_id
 from selfspec.serve.schemas import Content, Function, FunctionName, Hints, Many, Part, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
 
-class Item(Part):
-    """A message of the conversation, a call that an answer made, or what it gave."""
+class InputItem(Part):
+    """A message of the conversation, what an answer thought, a call that it made, or what that gave."""
 
     kinds: ClassVar = {
         "message": ("role content", "id status phase"),
         "function_call": ("call_id name arguments", "id status"),
         "function_call_output": ("call_id output", "id status"),
+        "reasoning": ("summary", "id status content encrypted_content"),
     }
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant", ""] = ""
@@ -39,6 +40,8 @@ class Item(Part):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
+    summary: Many[Any] | None = None
+    encrypted_content: str | None = None
 
 
 class ResponseTool(Function):
@@ -81,7 +84,7 @@ class ResponsesRequest(Hints):
     """`POST /v1/responses`."""
 
     model: str
-    input: str | Annotated[Many[Item], Field(min_length=1)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -138,8 +141,13 @@ def _messages(request: ResponsesRequest) -> list[Body]:
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     for item in request.input:
-        if item.type == "message":
+        if item.type == "message" and item.role == "assistant" and "reasoning_content" in (messages or [{}])[-1]:
+            messages[-1]["content"] += in_one_piece(item.content)
+        elif item.type == "message":
             messages.append({"role": item.role, "content": in_one_piece(item.content)})
+        elif item.type == "reasoning":
+            thought = in_one_piece(item.content)
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
         elif item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": in_one_piece(item.output)})
         else:
@@ -178,7 +186,8 @@ class ResponseForm(ItemsForm):
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
         choice = choices[0]
-        said = [_message(choice.text)] if choice.text or not choice.calls else []
+        said = [_thought(choice.thought)] if choice.thought else []
+        said += [_message(choice.text)] if choice.text or not choice.calls else []
         return self._response([*said, *map(_called, choice.calls)], choice, counts)
 
     def begin(self) -> Iterable[str]:
@@ -196,30 +205,34 @@ class ResponseForm(ItemsForm):
         broken = {**self._head, "status": "failed", "output": self._output, "error": said, "usage": None}
         yield self._event("response.failed", response=broken)
 
-    def opened(self, call: ToolCall | None) -> Iterable[str]:
-        item = _message("") if call is None else _called(ToolCall(call.name, "", call.id))
-        self._output.append({**item, "status": "in_progress"})
-        yield self._item("response.output_item.added", **({} if call else {"content": []}))
-        if call is None:
-            yield self._part("response.content_part.added", part=item["content"][0])
-
-    def grown(self, new: str, call: ToolCall | None) -> Iterable[str]:
-        if call is None:
-            self._output[-1]["content"][0]["text"] += new
-            yield self._part("response.output_text.delta", delta=new, logprobs=[])
+    def opened(self, item: Item) -> Iterable[str]:
+        if isinstance(item, ToolCall):
+            self._output.append({**_called(ToolCall(item.name, "", item.id)), "status": "in_progress"})
+            yield self._item("response.output_item.added")
         else:
-            yield self._event("response.function_call_arguments.delta", **self._where, delta=new)
+            begun = _message("") if item == "text" else _thought("")
+            self._output.append({**begun, "status": "in_progress"})
+            yield self._item("response.output_item.added", content=[])
+            yield self._part("response.content_part.added", part=begun["content"][0])
 
-    def finished(self, call: ToolCall | None) -> Iterable[str]:
-        item = self._output[-1]
-        item["status"] = "completed"
-        if call is None:
-            part = item["content"][0]
-            yield self._part("response.output_text.done", text=part["text"], logprobs=[])
+    def grown(self, new: str, item: Item) -> Iterable[str]:
+        if isinstance(item, ToolCall):
+            yield self._event("response.function_call_arguments.delta", **self._where, delta=new)
+        else:
+            part = self._output[-1]["content"][0]
+            part["text"] += new
+            yield self._part(f"response.{part['type']}.delta", delta=new, logprobs=[])
+
+    def finished(self, item: Item) -> Iterable[str]:
+        now = self._output[-1]
+        now["status"] = "completed"
+        if not isinstance(item, ToolCall):
+            part = now["content"][0]
+            yield self._part(f"response.{part['type']}.done", text=part["text"], logprobs=[])
             yield self._part("response.content_part.done", part=part)
         else:
-            item["arguments"] = call.arguments
-            done = {"name": call.name, "arguments": call.arguments}
+            now["arguments"] = item.arguments
+            done = {"name": item.name, "arguments": item.arguments}
             yield self._event("response.function_call_arguments.done", **self._where, **done)
         yield self._item("response.output_item.done")
 
@@ -257,6 +270,11 @@ class ResponseForm(ItemsForm):
 def _message(text: str) -> Body:
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     return {"type": "message", "id": new_id("msg"), "status": "completed", "role": "assistant", "content": content}
+
+
+def _thought(text: str) -> Body:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": new_id("rs"), "status": "completed", "summary": [], "content": content}
 
 
 def _called(call: ToolCall) -> Body:

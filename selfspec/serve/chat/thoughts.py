@@ -1,0 +1,64 @@
+"""Parts what an answer thinks from what it says, by the marks that its template writes around thoughts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import regex
+
+MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""What models write before and behind thoughts."""
+
+
+class Parted(NamedTuple):
+    """What is new of an answer: thought, and said."""
+
+    thought: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """Marks around the thoughts of an answer, special tokens among them, and whether the prompt has begun them."""
+
+    marks: tuple[str, str]
+    shown: frozenset[int] = frozenset()
+    begun: bool = False
+
+
+class ThoughtReader:
+    """Parts an answer that comes piece by piece. White space around marks is neither thought nor said."""
+
+    def __init__(self, thoughts: Thoughts) -> None:
+        self._begin, self._end = (regex.compile(rf"\s*+{regex.escape(mark)}") for mark in thoughts.marks)
+        # None: it has said nothing yet.
+        self._thinks = True if thoughts.begun else None
+        self._held = ""
+        # White space is left out until something else comes.
+        self._blank = thoughts.begun
+
+    def push(self, text: str, ended: bool = False) -> Parted:
+        """Take text, the last if it has `ended`."""
+        self._held += text
+        thought = ""
+        if self._thinks is None:
+            found = self._begin.match(self._held, partial=not ended)
+            if found is not None and found.partial:
+                return Parted("", "")
+            self._thinks = self._blank = found is not None
+            self._held = self._held[0 if found is None else found.end() :]
+        if self._thinks:
+            found = self._end.search(self._held, partial=not ended)
+            cut = len(self._held) if found is None else found.start()
+            thought, self._held = self._shown(self._held[:cut]), self._held[cut:]
+            if found is None or found.partial:
+                return Parted(thought, "")
+            self._thinks, self._blank, self._held = False, True, self._held[found.end() - cut :]
+        said, self._held = self._held, ""
+        return Parted(thought, self._shown(said))
+
+    def _shown(self, text: str) -> str:
+        text = text.lstrip() if self._blank else text
+        self._blank = self._blank and not text
+        return text
