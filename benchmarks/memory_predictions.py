@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from selfspec.errors import UnsupportedOptionError
-from selfspec.measure.summary import without_weights
+from selfspec.model.registry import without_weights
 from selfspec.placement.plan import Bandwidth, Memory, parse_bytes, plan_memory
 from selfspec.placement.skeleton import Skeleton
 from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles

@@ -62,10 +62,11 @@ from selfspec.model.sizes import bytes_read, cache_bytes_read, widening
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.placement.drafts import placement_of
-from selfspec.placement.packed import device_of, format_of_weights, load_packed
+from selfspec.placement.packed import device_of, format_of_weights
 from selfspec.placement.place import default_draft, place, plan_checkpoint
 from selfspec.placement.weight_source import source_for
 from selfspec.placement.weight_stream import check_in_memory
+from selfspec.placement.whole import load_whole
 from selfspec.recipe import Recipe
 from selfspec.runtime import Runtime, usual_runtime
 from selfspec.runtime.graph_cache import GraphCache
@@ -138,22 +139,25 @@ def load(
     context: int | None = None,
     cache: str | None = None,
 ) -> SelfSpeculative:
-    """Load a checkpoint in fewer bytes, without changing a bit: within a byte budget, or with packed weights; wrap it.
+    """Load a checkpoint whole, within a byte budget or with packed weights, without changing a bit; wrap it.
+
+    Whole, its peak is the model and one more weight; what takes more memory than there is is refused before it is read.
+    Where memory is short, weights stay pages of the files, which processes share.
 
     Within a budget, see docs/memory.md, layers that fit stay in memory. The others are streamed: a target pass gets
     each layer's weights when it needs them, from the disk or, on a GPU, from the host's memory, while the next ones
     load. Rounded copies of the streamed layers stay in memory and draft, so that one pass verifies many tokens.
 
-    What another library quantised stays in its bytes where kernels read them, which `weights=None` asks for.
+    What another library quantised stays in its bytes where kernels read them.
 
     Packed weights, see docs/planes.md, take three quarters of the bytes of bfloat16, and a draft that takes none. With
     both, the upper plane of a layer may stay and draft, and a target pass gets the lower one: a quarter of the bits.
 
     Args:
         path: a folder with safetensors files, or one of `selfspec pack` or a quantising library (compressed-tensors in
-            4 or 8 bits), whose weights stay packed.
-        memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: there
-            is no budget.
+            4 or 8 bits), whose weights stay packed; or a GGUF file; whole, also a name on the model hub.
+        memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: all
+            there are, and nothing is streamed.
         weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32; within a
             budget they are packed to a file first. None: they are kept in `dtype`.
         device: the device that computes: "cpu", "cuda", "cuda:1"; None is a CUDA GPU if there is one, else the CPU.
@@ -171,7 +175,7 @@ def load(
         CheckpointError: files are missing, truncated or unreadable.
         UnsupportedModelError: there is no adapter for the architecture, or no weight can be packed.
         UnsupportedOptionError: the budget cannot be read, is too small (the message says how much is needed), or is
-            more than the memory there is; there is neither a budget nor a format.
+            more than the memory there is; without one, the model is.
         DraftConfigError: the draft does not fit the model or a budget.
         StorageError: the disk does not give the weights, or has no room for packed ones.
     """
@@ -182,10 +186,9 @@ def load(
             raise UnsupportedOptionError(
                 "context and cache say what a budget has room for; give memory, or leave them out"
             )
-        return wrap(load_packed(str(path), weights, dtype, device), given)
+        return wrap(load_whole(str(path), weights, dtype, device, given), given)
     format = format_of_weights(str(path), weights)
-    computes = find_device("auto" if device is None else device) if format is None else device_of(format, device)
-    source = source_for(computes)
+    source = source_for(device_of(format, device))
     planned = plan_checkpoint(str(path), memory, dtype, named, context, source, cache, format)
     if given is not None:
         given.check(len(planned.survey.layers) - 1)

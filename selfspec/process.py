@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,13 @@ _MMAP_THRESHOLD, _LARGE = -3, 256 * 2**10
 def resident_bytes() -> int | None:
     """Return the resident set of the process, in bytes; None if the system does not tell."""
     give_back_free_memory()
-    return status_bytes("VmRSS") if _STATUS.exists() else None
+    if _STATUS.exists():
+        return status_bytes("VmRSS")
+    # As on macOS; `ps` counts in KiB.
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        said = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, check=True)
+        return int(said.stdout) * 1024
+    return None
 
 
 def give_back_free_memory() -> None:
@@ -63,7 +70,20 @@ def free_bytes() -> int:
     return min((*_system("SC_AVPHYS_PAGES"), *groups), default=0)
 
 
+class _WindowsMemory(ctypes.Structure):
+    """`MEMORYSTATUSEX`, in bytes."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("length", "percent")),
+        *((name, ctypes.c_uint64) for name in ("total", "free", "most", "left", "virtual", "free_virtual", "extended")),
+    ]
+
+
 def _system(pages: str) -> list[int]:
+    if sys.platform == "win32":
+        found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
+        told = ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found))
+        return [found.total if pages == "SC_PHYS_PAGES" else found.free] if told else []
     with suppress(AttributeError, OSError, ValueError):
         return [os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")]
     return []

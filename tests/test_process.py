@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -54,3 +59,29 @@ def test_a_limit_of_the_address_space_counts(groups: Path, monkeypatch: pytest.M
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (400 if kind == resource.RLIMIT_AS else -1, -1))
     assert process.machine_bytes() == 400
+
+
+def test_systems_without_proc_are_asked_by_ps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("ps") is None:
+        pytest.skip("no ps here")
+    told = process.resident_bytes()
+    monkeypatch.setattr(process, "_STATUS", tmp_path / "none")
+    asked = process.resident_bytes()
+    assert told is not None
+    assert asked is not None
+    assert 0.8 * told < asked < 1.2 * told
+
+
+def test_windows_is_asked_by_its_own_call(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(given: Any) -> int:
+        assert given._obj.length == ctypes.sizeof(given._obj) == 64
+        given._obj.total, given._obj.free = 5000, 3000
+        return 1
+
+    monkeypatch.undo()
+    monkeypatch.setattr(process, "_GROUPS_OF_PROCESS", groups / "none")
+    monkeypatch.setattr(process, "_own_limits", list)
+    monkeypatch.setattr(sys, "platform", "win32")
+    kernel = SimpleNamespace(GlobalMemoryStatusEx=fill)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
+    assert (process.machine_bytes(), process.free_bytes()) == (5000, 3000)

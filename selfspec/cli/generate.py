@@ -221,7 +221,7 @@ def generate(
     drafting.check(model, budget)
     check_values(options.get, Scope(vocabulary=0, readable=0, rows=1))
 
-    loaded = drafting.load(model, budget)
+    loaded = drafting.load(model, budget, text=text, new_tokens=max_new_tokens)
     spec, checkpoint = loaded.spec, Checkpoint(loaded.spec.model, loaded.tokenizer)
     if has_own_generate(spec.model):
         raise UnsupportedModelError(

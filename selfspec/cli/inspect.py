@@ -38,23 +38,22 @@ def inspect(
     """
     place = model_place(model)
     with Console(stderr=True).status("Looking at the checkpoint"):
-        from selfspec.measure.summary import describe, without_weights
-        from selfspec.model.checkpoint import find_device, local_folder, read_config
+        from selfspec.measure.summary import describe
+        from selfspec.model.checkpoint import read_config
         from selfspec.placement.packed import device_of, format_of_weights
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
-        from selfspec.tools.prospects import CheckpointSummary, held_modules, hold_packed, prospects
+        from selfspec.placement.whole import survey_whole
+        from selfspec.tools.prospects import CONTEXT, CheckpointSummary, held_modules, prospects
 
         prepare_process(threads=None)
-        config = read_config(place)
-        bare, format = without_weights(config), format_of_weights(place, weights)
-        if format is not None:
-            hold_packed(bare, format, local_folder(place))
-        summary = describe(bare)
-        here = prospects(model, place, bare, summary, format)
+        config, format = read_config(place), format_of_weights(place, weights)
+        source = source_for(device_of(format, None))
+        surveyed = survey_whole(place, None, CONTEXT, source, format)
+        summary = describe(surveyed.skeleton.model)
+        here = prospects(model, place, surveyed, summary, format)
         planned = None
         if budget.memory is not None:
-            source = source_for(find_device("auto") if format is None else device_of(format, None))
             planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source, weights=format)
     plan, modules = None if planned is None else planned.to_dict(), held_modules(place, config)
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
@@ -109,6 +108,8 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
         "KV cache": keys,
         **(states if cache.recurrent_layers else {}),
         "memory": f"{shown_bytes(found.total.bytes)} of weights{there}: {'fits' if here.fits else 'does not fit'}",
+        "at its peak": f"{shown_bytes(sum(here.account.values()))} with 4,096 tokens: "
+        + ", ".join(f"{shown_bytes(size)} {what}" for what, size in here.account.items()),
         **({} if here.packed is None else {here.weights or "planes": _in_fewer(found, here.packed)}),
         **({} if found.mtp is None else {"MTP modules": str(found.mtp)}),
         "auto drafts": here.doubt or _gains(found),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cached_property, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from selfspec.control import Control
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
-    from selfspec.measure.checkpoint import Checkpoint
+    from selfspec.measure.checkpoint import Checkpoint, Use
 
 _BEST = "auto"
 # What help calls the value of an option.
@@ -157,15 +157,11 @@ class ModelOptions(MachineOptions):
         depth: int = read_config(self.place).get_text_config(decoder=True).num_hidden_layers
         return depth
 
-    def load(self) -> Checkpoint:
-        """Load the model and its tokenizer."""
-        from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
-        from selfspec.model.checkpoint import load_tokenizer
-        from selfspec.placement.packed import has_packed_weights, load_packed
+    def load(self, use: Use | None = None) -> Checkpoint:
+        """Load the model and its tokenizer, whole."""
+        from selfspec.measure.checkpoint import load_checkpoint
 
-        if self.weights is None and not has_packed_weights(self.place, self.device):
-            return load_checkpoint(self.place, self.dtype, self.device)
-        return Checkpoint(load_packed(self.place, self.weights, self.dtype, self.device), load_tokenizer(self.place))
+        return load_checkpoint(self.place, self.dtype, self.device, self.weights, use)
 
 
 def load_within(
@@ -376,14 +372,27 @@ class DraftingOptions:
         if isinstance(self.drafter, Drafter):
             self.drafter.check(depth)
 
-    def load(self, model: ModelOptions, budget: MemoryOptions, control: Control | None = None) -> Loaded:
-        """Load a model and wrap it; within a budget the default draft is what promises most there."""
+    def load(
+        self,
+        model: ModelOptions,
+        budget: MemoryOptions,
+        control: Control | None = None,
+        text: str = "",
+        new_tokens: int | None = None,
+    ) -> Loaded:
+        """Load a model and wrap it, to read a text and write new tokens, as far as these are known.
+
+        Within a budget the default draft is what promises most there.
+        """
         from selfspec.api import wrap
+        from selfspec.draft import Drafter
+        from selfspec.measure.checkpoint import Use
         from selfspec.measure.stock import bare
         from selfspec.model.checkpoint import load_tokenizer
 
         if budget.memory is None:
-            checkpoint = model.load()
+            use = Use(self.drafter if isinstance(self.drafter, Drafter) else None, text)
+            checkpoint = model.load(use if new_tokens is None else replace(use, new_tokens=new_tokens))
             spec = wrap(bare(checkpoint.model), draft=self.drafter, draft_length=control)
             return Loaded(spec, checkpoint.tokenizer)
         tokenizer = load_tokenizer(model.place)

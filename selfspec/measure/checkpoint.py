@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from selfspec.draft.drafter import Drafter
 from selfspec.errors import CheckpointError, PromptError
 from selfspec.model.checkpoint import (
     DtypeName,
     find_device,
-    load_to_device,
     load_tokenizer,
     local_folder,
     read_config,
     weight_files,
 )
+from selfspec.placement.stored import is_packed
+from selfspec.placement.whole import CONTEXT, load_whole
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -39,17 +41,31 @@ class Checkpoint:
         return torch.tensor([begun], device=self.model.device)
 
 
-def load_checkpoint(name: str, dtype: DtypeName = "auto", device: str = "auto") -> Checkpoint:
-    """Load model and tokenizer."""
+@dataclass(frozen=True)
+class Use:
+    """Says what a model is loaded for, so that its memory is counted before it is read."""
+
+    draft: Drafter | None = None
+    text: str = ""
+    new_tokens: int = CONTEXT
+
+
+def load_checkpoint(
+    name: str, dtype: DtypeName = "auto", device: str = "auto", weights: str | None = None, use: Use | None = None
+) -> Checkpoint:
+    """Load model and tokenizer. UnsupportedOptionError: they take more memory than there is."""
+    use = use or Use()
     find_device(device)
     config, folder = read_config(name), local_folder(name)
-    if folder is not None:
-        weight_files(folder, config)
-    if folder is not None and not any((folder / file).is_file() for file in _TOKENIZERS):
-        raise CheckpointError(
-            f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "
-            "AutoTokenizer.from_pretrained(original).save_pretrained(folder)"
-        )
+    if folder is not None and folder.is_dir():
+        if not is_packed(folder):
+            weight_files(folder, config)
+        if not any((folder / file).is_file() for file in _TOKENIZERS):
+            raise CheckpointError(
+                f"{folder} has no tokenizer (tokenizer.json); copy it from the original, or save it there: "
+                "AutoTokenizer.from_pretrained(original).save_pretrained(folder)"
+            )
     # It is read first: a broken one is found before the weights are.
     tokenizer = load_tokenizer(name)
-    return Checkpoint(load_to_device(name, dtype, device), tokenizer)
+    context = len(tokenizer(use.text).input_ids) + use.new_tokens
+    return Checkpoint(load_whole(name, weights, dtype, device, use.draft, context), tokenizer)

@@ -15,7 +15,7 @@ from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.formats.format import Format, copies
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import Part
-from selfspec.model.registry import auto_class, find_adapter
+from selfspec.model.registry import find_adapter, without_weights
 from selfspec.model.sizes import LayerCache, context_of, encoders, layer_caches, weights_outside, windows_of
 from selfspec.model.substitutes import substitutable_weights
 
@@ -173,13 +173,6 @@ def _substitutes(model: PreTrainedModel, adapter: Adapter, format: Format, total
     shapes = [shape for module in substitutable_weights(model, adapter).values() for shape in module.values()]
     taken = sum(format.nbytes(shape) for shape in shapes if format.fits(shape))
     return SubstitutesSummary(format.name, format.bits, taken, taken / total.bytes)
-
-
-def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the model of a configuration on the meta device, in the dtype of the checkpoint."""
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
-    return model
 
 
 def describe_config(config: PreTrainedConfig) -> ModelSummary:

@@ -58,7 +58,7 @@ def load_to_device(
     """Load the model of a checkpoint, in evaluation mode, to a device."""
     place, config, folder = find_device(device), read_config(name), local_folder(name)
     if folder is not None:
-        _check_weights(weight_files(folder, config))
+        check_weight_files(weight_files(folder, config))
     model = load_model(name, config, dtype).to(place)
     move_weights(model)
     return model
@@ -249,7 +249,7 @@ def _source(name: str) -> str:
     return str(local_folder(name) or name)
 
 
-def _check_weights(files: Sequence[Path]) -> None:
+def check_weight_files(files: Sequence[Path]) -> None:
     """Check that every weight file is as long as its header says; read only the headers."""
     for file in files:
         if file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs"):

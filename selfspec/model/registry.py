@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -50,6 +51,13 @@ def auto_class(config: PreTrainedConfig) -> type[Any]:
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         made = AutoModelForCausalLM
     return made
+
+
+def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the model of a configuration on the meta device, in the dtype of the checkpoint."""
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=config.dtype or torch.float32)
+    return model
 
 
 def check_causal(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Load a checkpoint with its weights packed in an exact format: one weight is dense at a time."""
+"""Pack the weights of a model in an exact format, and let its modules hold them: one weight is dense at a time."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from selfspec.errors import CheckpointError, StorageError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import StorageError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.format import Format, formats
 from selfspec.formats.gguf import Gguf
 from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError, dense
 from selfspec.formats.rounding import Kernels, kernels_of
 from selfspec.kernels import native
 from selfspec.kernels.large_pages import LargePages
-from selfspec.model.checkpoint import find_device, load_to_device, local_folder, read_config
+from selfspec.model.checkpoint import find_device, local_folder, read_config
 from selfspec.model.gguf import is_gguf
 from selfspec.model.substitutes import kind_of
-from selfspec.placement.quantised import quantisation_of, why_not_read
-from selfspec.placement.skeleton import DeferredTensor, Skeleton, names_by_weight, read_dtype, set_weight, skeleton
-from selfspec.placement.stored import PAGE, StoredTensor, StoredWeight, WeightFiles, format_in, is_packed
-from selfspec.process import give_large_blocks_back
+from selfspec.placement.quantised import why_not_read
+from selfspec.placement.skeleton import DeferredTensor, Skeleton, names_by_weight, set_weight
+from selfspec.placement.stored import PAGE, MappedFiles, StoredTensor, StoredWeight, WeightFiles, format_in, is_packed
 
 _LOG = getLogger(__name__)
 
@@ -73,32 +72,6 @@ def format_of_weights(name: str, weights: str | None) -> Format | None:
     return None if weights is None else exact_format(weights)
 
 
-def load_packed(
-    name: str, weights: str | None, dtype: torch.dtype | str | None, device: torch.device | str | None
-) -> PreTrainedModel:
-    """Load the checkpoint in a folder, whose linear layers and embeddings hold packed weights; the rest is as it is.
-
-    Modules stay those of `transformers` and compute the same, to the last bit; their `state_dict` has dense weights. A
-    folder of `selfspec pack` says its format, and is mapped, as are weights that another library quantised. Where no
-    kernel reads those, the model is as its library runs it.
-    """
-    folder, format = local_folder(name), format_of_weights(name, weights)
-    if folder is None:
-        raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
-    config, place = read_config(name), "auto" if device is None else device
-    if format is None and not has_packed_weights(name, place):
-        if quantisation_of(config) is None:
-            exact_format(weights)
-        return load_to_device(name, read_dtype(dtype) or "auto", place)
-    computes = device_of(format, device)
-    files = WeightFiles()
-    made = skeleton(folder, config, read_dtype(dtype), files)
-    # Each weight's memory, as soon as it is packed.
-    give_large_blocks_back()
-    _pack(made.model, format, deferred_weights(made, format), files, computes)
-    return made.model
-
-
 def device_of(format: Format | None, device: torch.device | str | None) -> torch.device:
     """Return the device that computes with packed weights, "auto" by default; warn of one without kernels for them.
 
@@ -109,11 +82,16 @@ def device_of(format: Format | None, device: torch.device | str | None) -> torch
         if device is not None and str(device) != "auto":
             raise UnsupportedOptionError(f"weights in {format.name} are multiplied on the CPU alone; leave device out")
         found = find_device("cpu")
-    if kernels_of(found) is Kernels.ATEN:
-        why = native.absence() if found.type == "cpu" else f"on {found} there is no Triton"
-        named = "quantised weights" if format is None else f"weights={format.name!r}"
-        _LOG.warning("%s takes many times as long without selfspec's kernels: %s", named, why)
+    if format is not None:
+        warn_without_kernels(f"weights={format.name!r}", found)
     return found
+
+
+def warn_without_kernels(weights: str, device: torch.device) -> None:
+    """Warn of packed weights on a device that has no kernels for them."""
+    if kernels_of(device) is Kernels.ATEN:
+        why = native.absence() if device.type == "cpu" else f"on {device} there is no Triton"
+        _LOG.warning("%s takes many times as long without selfspec's kernels: %s", weights, why)
 
 
 @dataclass(frozen=True)
@@ -141,7 +119,7 @@ def pack_each(model: PreTrainedModel, format: Format | None, weights: Given) -> 
     """
     packed, reason = 0, ""
     groups = [names for names in names_by_weight(model).values() if names[0] in weights]
-    for names in logging.tqdm(groups, desc="Packing weights", delay=2):
+    for names in logging.tqdm(groups, desc="Reading weights" if format is None else "Packing weights", delay=2):
         weight, transposed = weights[names[0]](), is_transposed(model, names)
         value: Tensor | Packed | StoredWeight = weight
         if isinstance(weight, Tensor) and transposed is not None and format is not None:
@@ -188,18 +166,18 @@ def deferred_weights(made: Skeleton, format: Format | None) -> Given:
 
 
 def pack_weights(model: PreTrainedModel, format: Format) -> None:
-    """Pack the weights of a model that is in memory, one by one, as `load_packed` does."""
-    _pack(model, format, {name: weight.detach for name, weight in model.named_parameters()}, WeightFiles())
+    """Pack the weights of a model that is in memory, one by one."""
+    fill(model, format, {name: weight.detach for name, weight in model.named_parameters()}, WeightFiles())
 
 
-def _pack(
+def fill(
     model: PreTrainedModel,
     format: Format | None,
     weights: Given,
     files: WeightFiles,
     device: torch.device | None = None,
 ) -> None:
-    """Pack weights, and move the model to a device; None: it stays where it is."""
+    """Let a model hold weights, packed where they fit a format, on a device; None: each stays where it is."""
     pages = LargePages()
     for held in pack_each(model, format, weights):
         if isinstance(held.value, Tensor):
@@ -207,14 +185,15 @@ def _pack(
         elif isinstance(held.value, StoredWeight):
             # Loading in another dtype changes no part.
             dtype = model.get_parameter(held.names[0]).dtype
-            parts = {name: part.to(device) for name, part in held.value.mapped(files).items()}
+            parts = {name: files.read(part).to(device) for name, part in held.value.parts.items()}
+            if not isinstance(files, MappedFiles):
+                parts = {name: pages.moved(part) for name, part in parts.items()}
             set_packed(model, held.names, held.value.parameter(parts, dtype))
         else:
             assert format is not None
             parts = {name: pages.moved(part.to(device)) for name, part in held.value.parts.items()}
-            set_packed(
-                model, held.names, format.parameter(Packed(held.value.shape, parts), held.dtype, held.transposed)
-            )
+            packed = Packed(held.value.shape, parts)
+            set_packed(model, held.names, format.parameter(packed, held.dtype, held.transposed))
     if device is not None:
         move_what_is_there(model, device)
 

@@ -23,10 +23,10 @@ from selfspec.kernels.large_pages import LargePages
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement, format_of
-from selfspec.placement.packed import move_what_is_there, set_packed
+from selfspec.placement.packed import fill
 from selfspec.placement.plan import Plan, Stays, parse_bytes, plan_memory, shown_bytes
-from selfspec.placement.skeleton import names_by_weight, read_dtype, set_weight
-from selfspec.placement.stored import ReadBuffer, StoredWeight, bytes_in_memory, drafts_inside
+from selfspec.placement.skeleton import names_by_weight, read_dtype
+from selfspec.placement.stored import StoredWeight, bytes_in_memory, drafts_inside
 from selfspec.placement.survey import StreamableModule, Survey, survey
 from selfspec.placement.weight_source import FromDisk, WeightSource
 from selfspec.placement.weight_stream import WeightStream, stream_module
@@ -35,7 +35,7 @@ from selfspec.placement.weight_stream import WeightStream, stream_module
 def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     """Read the weights that stay in memory, and let the other layers stream theirs."""
     surveyed.source.prepare()
-    made, pages = surveyed.skeleton, LargePages()
+    made = surveyed.skeleton
     streamed = [
         (module, plan.stays(number))
         for number, layer in enumerate(surveyed.layers)
@@ -43,20 +43,11 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
         if plan.stays(number) is not Stays.WHOLE
     ]
     away = {f"{module.name}.{weight}" for module, _ in streamed for weight in module.weights}
-    for names in names_by_weight(made.model).values():
-        if names[0] not in made.deferred or away.intersection(names):
-            continue
-        packed = surveyed.packed.get(names[0])
-        if packed is not None:
-            set_packed(
-                made.model, names, packed.parameter(_read(surveyed, packed, [*packed.parts], pages), surveyed.dtype)
-            )
-        else:
-            weight = made.deferred[names[0]].values().to(surveyed.source.device)
-            set_weight(made.model, names, nn.Parameter(weight, requires_grad=False))
-    move_what_is_there(made.model, surveyed.source.device)
+    here = {names[0] for names in names_by_weight(made.model).values() if not away.intersection(names)}
+    given = {name: partial(_given, surveyed, name) for name in here.intersection(made.deferred)}
+    fill(made.model, None, given, surveyed.files, surveyed.source.device)
     substitutes = Substitutes.of(made.model)
-    stream = _stream(surveyed, streamed, plan, substitutes, pages) if streamed else None
+    stream = _stream(surveyed, streamed, plan, substitutes) if streamed else None
     depth = len(surveyed.layers) - 1
     head = bool(surveyed.layers[depth]) and plan.resident <= depth
     made.model.__dict__["placement"] = Placement(
@@ -80,13 +71,8 @@ def default_draft(plan: Plan) -> Drafter | None:
     return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
 
 
-def _read(surveyed: Survey, weight: StoredWeight, parts: Sequence[str], pages: LargePages) -> dict[str, Tensor]:
-    """Read parts of a packed weight to stay in memory."""
-    places = {part: weight.parts[part] for part in parts}
-    return {
-        part: pages.moved(ReadBuffer(place.nbytes).read(surveyed.files, place).to(surveyed.source.device))
-        for part, place in places.items()
-    }
+def _given(surveyed: Survey, name: str) -> Tensor | StoredWeight:
+    return surveyed.packed.get(name) or surveyed.skeleton.deferred[name].values()
 
 
 def _stream(
@@ -94,10 +80,9 @@ def _stream(
     modules: Sequence[tuple[StreamableModule, Stays]],
     plan: Plan,
     substitutes: Substitutes,
-    pages: LargePages,
 ) -> WeightStream:
     """Make modules take from a stream what of their weights is not in memory, and make their substitutes."""
-    dtype = surveyed.dtype
+    dtype, pages = surveyed.dtype, LargePages()
     fetched = [
         weight.parts[part]
         for module, stays in modules
@@ -111,7 +96,11 @@ def _stream(
         module = surveyed.skeleton.model.get_submodule(each.name)
         lent = [(name, part) for name, weight in each.weights.items() for part in weight.fetched(stays)]
         kept = {
-            name: _read(surveyed, weight, [part for part in weight.parts if (name, part) not in lent], pages)
+            name: {
+                part: pages.moved(surveyed.files.read(where).to(surveyed.source.device))
+                for part, where in weight.parts.items()
+                if (name, part) not in lent
+            }
             for name, weight in each.weights.items()
         }
         stream_module(module, range(first, first + len(lent)), stream, partial(_lent, each.weights, kept, lent, dtype))

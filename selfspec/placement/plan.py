@@ -82,6 +82,10 @@ class Memory:
     kept_substitutes: dict[str, int] = field(default_factory=dict)
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def whole(self, format: str | None) -> Split:
+        """Return what all of it takes, with copies in a format that a draft needs."""
+        return Split(self, len(self.layers), format)
+
     @property
     def least(self) -> int:
         """Bytes that every plan takes."""
@@ -146,7 +150,7 @@ def plan_memory(
 
     Substitutes have one of `formats`; none: nothing drafts. A draft needs those in `beside` even if all layers stay.
     """
-    whole = _Split(memory, len(memory.layers), beside)
+    whole = memory.whole(beside)
     if whole.total <= budget:
         return _predicted(whole, bandwidth)
     choices: list[str | None] = [*formats] or [None]
@@ -154,13 +158,13 @@ def plan_memory(
     # The more layers stay whole, the better; of how many others a part should stay is not as clear.
     most = {(split.format, split.part, split.part and split.end): split for split in splits if split.total <= budget}
     if not most:
-        least = min(splits or [_Split(memory, 0, each) for each in choices], key=lambda split: split.total)
+        least = min(splits or [Split(memory, 0, each) for each in choices], key=lambda split: split.total)
         raise UnsupportedOptionError(_too_little(budget, least))
     return max((_predicted(split, bandwidth) for split in most.values()), key=lambda plan: plan.drafting or plan.plain)
 
 
 @dataclass(frozen=True)
-class _Split:
+class Split:
     """Gives the bytes of what stays if some layers do, and of some after these a part."""
 
     memory: Memory
@@ -196,39 +200,48 @@ class _Split:
         return 0 if self.resident == len(self.memory.layers) else SLOTS * self.memory.largest
 
     @property
+    def account(self) -> dict[str, int]:
+        """What the bytes are for; every plan, refusal and summary counts these, and no others."""
+        memory = self.memory
+        return {
+            "for the process": memory.process,
+            "for weights that stay": memory.kept + self.whole,
+            "for weights on their way": self.slots,
+            "for parts that draft": self.parts,
+            "for copies that draft": self.copies,
+            "for keys and values": memory.cache,
+            "for the draft's own weights, keys and values": memory.draft,
+            "to work with": memory.working,
+        }
+
+    @property
+    def told(self) -> str:
+        """The account in words."""
+        return ", ".join(f"{shown_bytes(size)} {what}" for what, size in self.account.items() if size)
+
+    @property
     def total(self) -> int:
-        return self.memory.least + self.whole + self.parts + self.copies + self.slots
+        return sum(self.account.values())
 
 
-def _splits(memory: Memory, format: str | None) -> Iterator[_Split]:
+def _splits(memory: Memory, format: str | None) -> Iterator[Split]:
     """Yield the ways to divide layers of which some are streamed, those with more whole layers later."""
     count = len(memory.layers)
     # Substitutes are not made for a head alone: a layer before it is streamed, too.
     for resident in range(count - (format is not None)):
         if format in memory.parts:
-            yield _Split(memory, resident, format, count - resident, format)
+            yield Split(memory, resident, format, count - resident, format)
             continue
-        yield _Split(memory, resident, format)
+        yield Split(memory, resident, format)
         for part in memory.parts if format is not None else ():
-            yield from (_Split(memory, resident, format, partly, part) for partly in range(1, count - resident))
+            yield from (Split(memory, resident, format, partly, part) for partly in range(1, count - resident))
 
 
-def _too_little(budget: int, least: _Split) -> str:
+def _too_little(budget: int, least: Split) -> str:
     memory = least.memory
-    parts = {
-        "for the process": memory.process,
-        "for weights that stay": memory.kept,
-        "for weights on their way": least.slots,
-        "for parts that draft": least.parts,
-        "for copies that draft": least.copies,
-        "for keys and values": memory.cache,
-        "for the draft's own weights, keys and values": memory.draft,
-        "to work with": memory.working,
-    }
-    told = ", ".join(f"{shown_bytes(size)} {what}" for what, size in parts.items() if size)
     remedies = "raise it, or ask for a shorter context"
     if least.format is not None:
-        without = shown_bytes(_Split(memory, 0, None).total)
+        without = shown_bytes(Split(memory, 0, None).total)
         remedies = (
             "raise it, ask for a shorter context, or decode without drafts (draft=False, --draft none), which takes "
             f"{without}"
@@ -236,11 +249,11 @@ def _too_little(budget: int, least: _Split) -> str:
     all_stay = "" if sum(memory.layers) else "; none of its layers can be streamed, so that all stay in memory"
     return (
         f"memory={shown_bytes(budget)} is too little for this model: it takes at least {shown_bytes(least.total)} "
-        f"({told}); {remedies}{all_stay}"
+        f"({least.told}); {remedies}{all_stay}"
     )
 
 
-def _predicted(split: _Split, bandwidth: Bandwidth) -> Plan:
+def _predicted(split: Split, bandwidth: Bandwidth) -> Plan:
     memory, count = split.memory, len(split.memory.layers)
     streamed = sum(memory.layers) - split.whole - split.parts
     kept = memory.kept + split.whole

@@ -23,7 +23,7 @@ from selfspec.errors import CheckpointError, StorageError, UnsupportedOptionErro
 from selfspec.files.json_text import parsed
 from selfspec.formats.format import Format, formats
 from selfspec.formats.packed import Packed, UnsupportedWeightError, dense
-from selfspec.model.checkpoint import CONFIG, PACKED
+from selfspec.model.checkpoint import CONFIG, PACKED, check_weight_files
 from selfspec.model.identity import sums
 from selfspec.placement.plan import Stays
 
@@ -113,7 +113,7 @@ class StoredWeight:
     def read(self, files: WeightFiles) -> Tensor:
         """Read the dense weight into memory of its own."""
         if self.format is None:
-            return ReadBuffer(self.parts[""].nbytes).read(files, self.parts[""])
+            return files.read(self.parts[""])
         found: Tensor = dense(self.parameter(self.mapped(files), self.dtype))
         return found
 
@@ -141,26 +141,21 @@ def drafts_inside(format: Format | None) -> dict[str, type[Format]]:
 
 def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return the places of a checkpoint's tensors, by name. Only headers are read."""
+    check_weight_files(files)
     found = {}
     for file in files:
-        try:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
-                size = os.fstat(opened.fileno()).st_size
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
         # Sorted by name: the first floating-point dtype is the model's if nothing else says it.
         for name in sorted(set(header) - {"__metadata__"}):
             entry = header[name]
             if entry["dtype"] not in DTYPES_IN_FILES:
                 raise CheckpointError(
-                    f"{name} in {file} is {entry['dtype']}; within a memory budget tensors are "
-                    f"{', '.join(DTYPES_IN_FILES)}: load the checkpoint without one"
+                    f"{name} in {file} is {entry['dtype']}; tensors are {', '.join(DTYPES_IN_FILES)}: load it with "
+                    "transformers, and wrap the model"
                 )
-            first, end = (8 + length + offset for offset in entry["data_offsets"])
-            if end > size:
-                raise CheckpointError(f"{file} is truncated: it ends before {name} does; copy or download it again")
+            first = 8 + length + entry["data_offsets"][0]
             found[name] = StoredTensor(file, first, tuple(entry["shape"]), DTYPES_IN_FILES[entry["dtype"]])
     return found
 
@@ -171,8 +166,8 @@ def lack_of_direct_reads() -> str | None:
     if not missing:
         return None
     return (
-        f"{platform.system()} has no {missing[0]}, by which weights are read within a memory budget and packed: load "
-        "checkpoints whole, without memory= and weights=, or use Linux, macOS or WSL"
+        f"{platform.system()} has no {missing[0]}, by which weights are read within a memory budget: load checkpoints "
+        "whole, without memory=, or use Linux, macOS or WSL"
     )
 
 
@@ -180,6 +175,9 @@ class ReadBuffer:
     """Holds memory that tensors are read into, one at a time, with room for the largest."""
 
     def __init__(self, size: int) -> None:
+        lack = lack_of_direct_reads()
+        if lack is not None:
+            raise UnsupportedOptionError(lack)
         # Anonymous memory begins at a page.
         self._memory = mmap.mmap(-1, _up(size) + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -201,10 +199,6 @@ class WeightFiles:
         self._opened: dict[Path, int] = {}
         # Of each file when it was opened.
         self._states: dict[Path, tuple[int, int]] = {}
-        lack = lack_of_direct_reads()
-        if lack is not None:
-            raise UnsupportedOptionError(lack)
-        self._mapped: dict[Path, Tensor] = {}
         self._opening = threading.Lock()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -232,14 +226,21 @@ class WeightFiles:
                 f"{tensor.file} was changed while weights were read from it; let it be, and load the checkpoint again"
             )
 
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """Read a tensor into memory of its own."""
+        return ReadBuffer(tensor.nbytes).read(self, tensor)
+
     def mapped(self, tensor: StoredTensor) -> Tensor:
-        """Return a tensor over its mapped file, whose pages are those of every process that maps it."""
-        if tensor.file not in self._mapped:
-            with tensor.file.open("rb") as opened:
-                # Torch warns of memory that it has no way to write to; written pages would be copies.
-                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._mapped[tensor.file] = torch.frombuffer(memory, dtype=torch.uint8)
-        found = self._mapped[tensor.file][tensor.start : tensor.start + tensor.nbytes]
+        """Map a tensor, whose pages are those of every process that maps its file, for as long as it is there."""
+        if not tensor.numel:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        before = tensor.start % mmap.ALLOCATIONGRANULARITY
+        with tensor.file.open("rb") as opened:
+            # Torch warns of memory that it has no way to write to; written pages would be copies.
+            memory = mmap.mmap(
+                opened.fileno(), before + tensor.nbytes, access=mmap.ACCESS_COPY, offset=tensor.start - before
+            )
+        found = torch.frombuffer(memory, dtype=torch.uint8, offset=before)
         # A file aligns its tensors no better than its header.
         aligned = found if tensor.start % tensor.dtype.itemsize == 0 else found.clone()
         return aligned.view(tensor.dtype).view(tensor.shape)
@@ -255,6 +256,13 @@ class WeightFiles:
                     self._opened[file] = os.open(file, os.O_RDONLY)
                 self._states[file] = _state(self._opened[file])
             return self._opened[file]
+
+
+class MappedFiles(WeightFiles):
+    """Maps what is read: pages of the system's cache of files, where the next process finds them."""
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        return self.mapped(tensor)
 
 
 def _state(opened: int) -> tuple[int, int]:

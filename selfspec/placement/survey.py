@@ -66,6 +66,7 @@ class Survey:
         context: tokens of all rows together that the memory has room for.
         own: bytes of a draft beside the model.
         packed: packed weights, by their first names.
+        pieces: whether prompts are read in pieces, which a budget does.
     """
 
     skeleton: Skeleton
@@ -78,6 +79,7 @@ class Survey:
     cache: CacheKind = "exact"
     own: OwnBytes = field(default_factory=OwnBytes)
     packed: Mapping[str, StoredWeight] = field(default_factory=dict)
+    pieces: bool = True
 
     @property
     def inside(self) -> dict[str, type[Format]]:
@@ -87,6 +89,8 @@ class Survey:
     @property
     def at_once(self) -> int:
         """The most tokens of prompts that a pass reads, of all rows together."""
+        if not self.pieces:
+            return self.context
         scored_heads = max(1, _scored_heads(self.skeleton.model.config))
         return max(1, min(_TOKENS_AT_ONCE, self.context, _SCORED // (self.context * scored_heads)))
 
@@ -190,7 +194,12 @@ class Survey:
 
 
 def survey(
-    name: str, dtype: torch.dtype | None, context: int, source: WeightSource, format: Format | None = None
+    name: str,
+    dtype: torch.dtype | None,
+    context: int,
+    source: WeightSource,
+    format: Format | None = None,
+    files: WeightFiles | None = None,
 ) -> Survey:
     """Survey a checkpoint in a folder, for a context of all rows together; dtype None: the checkpoint's own.
 
@@ -199,8 +208,10 @@ def survey(
     config, folder = read_config(name), local_folder(name)
     if folder is None:
         raise CheckpointError(f"{name!r} is no folder; download the checkpoint, and give its folder")
-    before, files = source.in_use(), WeightFiles()
+    files = files or WeightFiles()
     made = skeleton(folder, config, dtype, files)
+    # With the code of the model, which comes with it.
+    before = source.in_use()
     packed = packed_on_disk(made, format, files)
     layers = streamable_layers(made, packed)
     return Survey(made, made.model.config.dtype, files, layers, before, context, source, packed=packed)

@@ -20,12 +20,13 @@ from selfspec.formats.format import Format
 from selfspec.formats.packed import Packed
 from selfspec.model.checkpoint import PACKED, local_folder, read_config, weight_files
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed import exact_format, load_packed, pack_each
+from selfspec.placement.packed import exact_format, pack_each
 from selfspec.placement.plan import shown_bytes
 from selfspec.placement.skeleton import DTYPES, DeferredTensor, skeleton
 from selfspec.placement.stored import (
     DTYPES_IN_FILES,
     METADATA,
+    MappedFiles,
     PackedMetadata,
     PackedShape,
     StoredWeight,
@@ -35,6 +36,7 @@ from selfspec.placement.stored import (
     is_packed,
     stored_tensors,
 )
+from selfspec.placement.whole import load_whole
 from selfspec.tools.lab.outputs import check_new, whole_folder
 
 # Files of a checkpoint that hold weights, or say where they are.
@@ -103,7 +105,7 @@ def pack(path: str | Path, to: str | Path, *, weights: str = "planes") -> Packed
             # What is written is loaded once; that refuses what cannot be read again.
             writer.close("", draft)
             opened.flush()
-            source = fingerprint(load_packed(str(draft), None, None, "cpu"))
+            source = fingerprint(load_whole(str(draft), device="cpu"))
             writer.close(source, draft)
     return PackedFolder(
         str(to),
@@ -119,7 +121,7 @@ def pack(path: str | Path, to: str | Path, *, weights: str = "planes") -> Packed
 
 def _write(file: BinaryIO, format: Format, folder: Path, config: PreTrainedConfig) -> _Writer:
     """Write the weights of a model, packed where they fit, and its buffers, by their names in the model."""
-    files, stored = WeightFiles(), stored_tensors(weight_files(folder, config))
+    files, stored = MappedFiles(), stored_tensors(weight_files(folder, config))
     # In this dtype no weight is rounded on its way.
     dtypes = [each.dtype for each in stored.values() if each.dtype in DTYPES]
     made = skeleton(folder, config, reduce(torch.promote_types, dtypes) if dtypes else None, files)

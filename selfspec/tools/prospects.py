@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Size
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from selfspec.control.profile import UNCALIBRATED, Profile, Setting, clear_gain, find_profile, folder
 from selfspec.draft.heads.folder import SCALE, HeadFolder
@@ -19,21 +19,20 @@ from selfspec.draft.heads.mtp import folder_of
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import CheckpointError, HeadError, ProfileError, UnsupportedModelError
 from selfspec.formats.format import Format
-from selfspec.measure.checkpoint import load_checkpoint
-from selfspec.measure.summary import ModelSummary, Weights, without_weights
-from selfspec.model.checkpoint import find_device, local_folder, weight_files
-from selfspec.model.gguf import is_gguf
-from selfspec.model.registry import find_adapter, has_encoder, mtp_layout
+from selfspec.measure.summary import ModelSummary, Weights
+from selfspec.model.checkpoint import local_folder, weight_files
+from selfspec.model.registry import find_adapter, has_encoder, mtp_layout, without_weights
 from selfspec.model.sizes import widening
-from selfspec.placement.gguf_file import gguf_weights
-from selfspec.placement.packed import device_of, exact_format, has_packed_weights, is_transposed, load_packed
-from selfspec.placement.skeleton import names_by_weight, set_weight
-from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
-from selfspec.placement.weight_source import source_for
+from selfspec.placement.packed import exact_format, has_packed_weights
+from selfspec.placement.quantised import quantisation_of
+from selfspec.placement.stored import StoredTensor, stored_tensors
+from selfspec.placement.survey import Survey
+from selfspec.placement.whole import hold_packed, load_whole
 
-# Of the memory, what weights, their copies in 8 bits and a cache may take: the rest is for the process and the system.
+# Of the memory, what a budget takes: the rest is for the system.
 _OF_MEMORY = 0.85
-_CONTEXT = 4096
+CONTEXT = 4096
+"""Tokens that the account is of."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Prospects:
     Attributes:
         device: that commands take by themselves.
         memory: of it, in bytes; null: the system does not tell.
-        fits: whether the weights do, with their copies in 8 bits and a cache of 4,096 tokens.
+        account: bytes at the peak of a text of 4,096 tokens, by what they are for.
+        fits: whether the memory holds their sum.
         greedy: how `auto` decodes greedily.
         sampled: how it samples.
         profile: that gains were measured for; null: they are estimates, by the weights that drafts read.
@@ -67,6 +67,7 @@ class Prospects:
 
     device: str
     memory: int | None
+    account: dict[str, int]
     fits: bool
     greedy: Gain
     sampled: Gain
@@ -117,26 +118,32 @@ class CheckpointSummary(ModelSummary):
 
 
 def prospects(
-    name: str, place: str, model: PreTrainedModel, summary: ModelSummary, format: Format | None = None
+    name: str, place: str, surveyed: Survey, summary: ModelSummary, format: Format | None = None
 ) -> Prospects:
-    """Say what a checkpoint can do on this machine. The model is on the meta device; a profile may need its weights.
+    """Say what a checkpoint can do on this machine. Its survey is for `CONTEXT` tokens; a profile may need its weights.
 
-    With a format the model holds packed weights.
+    With a format the survey's model holds packed weights.
     """
-    device, encodes = find_device("auto") if format is None else device_of(format, None), has_encoder(model)
+    model, device = surveyed.skeleton.model, surveyed.source.device
+    encodes = has_encoder(model)
     in_folder, packs = has_packed_weights(place), _packs(local_folder(place), model.config)
     if format is not None and not in_folder and not packs:
         raise UnsupportedModelError(
             f"weights={format.name!r}: {name} has weights with more bits than bfloat16, or no weights here; leave "
             "weights out"
         )
-    memory = source_for(device).available()
+    memory = surveyed.source.available()
     default = UNCALIBRATED.format
     assert default is not None
     copies = next(each.bytes for each in summary.substitutes if each.format == default.name)
-    needed = summary.total.bytes + copies + _CONTEXT * summary.cache.bytes_per_token
-    fits = memory is None or needed <= _OF_MEMORY * memory
-    budget = None if memory is None or fits else f"{int(_OF_MEMORY * memory / 2**20)}MiB"
+    # Copies of what a library runs in fewer bits, or lies in fewer here, are read no faster.
+    by_library = quantisation_of(model.config) is not None
+    cost = 1.0 if by_library or not copies else copies / summary.target_bytes_read
+    gain = clear_gain(cost, device, widening(model, find_adapter(model)))
+    split = surveyed.memory.whole(None if gain is None else default.name)
+    fits = memory is None or split.total <= memory
+    streams = not fits and bool(surveyed.skeleton.deferred)
+    budget = f"{int(_OF_MEMORY * (memory or 0) / 2**20)}MiB" if streams else None
     profile, doubt = None, ""
     if fits and not encodes:
         try:
@@ -144,9 +151,6 @@ def prospects(
         except ProfileError as error:
             doubt = str(error)
     if profile is None:
-        quantised = getattr(model.config, "quantization_config", None) is not None
-        cost = 1.0 if quantised or not copies else copies / summary.target_bytes_read
-        gain = clear_gain(cost, device, widening(model, find_adapter(model)))
         greedy = sampled = Gain(PLAIN, 1.0) if gain is None else Gain(draft_name(UNCALIBRATED), gain)
     else:
         greedy, sampled = (Gain(each.draft, each.speedup[0]) for each in (profile.greedy, profile.sampled))
@@ -159,12 +163,13 @@ def prospects(
     return Prospects(
         device=str(device),
         memory=memory,
+        account={what: size for what, size in split.account.items() if size},
         fits=fits,
         greedy=greedy,
         sampled=sampled,
         profile=None if profile is None else profile.source,
         doubt=doubt,
-        commands=tuple(_commands(words, encodes, budget, profile is not None)),
+        commands=tuple(_commands(words, encodes, budget, profile is not None or not fits)),
         packed=packed,
         weights=None if format is None else format.name,
     )
@@ -172,25 +177,6 @@ def prospects(
 
 def _packs(folder: Path | None, config: PreTrainedConfig) -> bool:
     return folder is not None and not has_packed_weights(str(folder)) and has_bfloat16_precision(folder, config)
-
-
-def hold_packed(model: PreTrainedModel, format: Format, folder: Path | None = None) -> None:
-    """Let a model on the meta device hold packed weights where they fit, without what depends on values.
-
-    Those of a GGUF file are as they lie there.
-    """
-    lying = gguf_weights(folder, model.config, WeightFiles()) if folder is not None and is_gguf(folder) else {}
-    for names in names_by_weight(model).values():
-        weight, transposed = model.get_parameter(names[0]), is_transposed(model, names)
-        located = next((found for name in names if isinstance(found := lying.get(name), StoredWeight)), None)
-        if located is not None and located.format is not None:
-            empty = located.format.empty(located.shape, weight.device)
-            set_weight(model, names, located.format.parameter(empty, located.dtype, located.transposed))
-            continue
-        laid_out = weight.mT if transposed else weight
-        if transposed is not None and format.takes(laid_out):
-            empty = format.empty(laid_out.shape, weight.device)
-            set_weight(model, names, format.parameter(empty, weight.dtype, transposed))
 
 
 def packed_bytes(config: PreTrainedConfig, format: Format) -> int:
@@ -230,8 +216,7 @@ def _profile(place: str, class_name: str, format: Format | None) -> Profile | No
     if class_name not in classes:
         return None
     weights = None if format is None or has_packed_weights(place) else format.name
-    model = load_checkpoint(place).model if format is None else load_packed(place, weights, None, None)
-    return find_profile(Setting.of(model))
+    return find_profile(Setting.of(load_whole(place, weights)))
 
 
 def _commands(name: str, encodes: bool, budget: str | None, calibrated: bool) -> Iterator[str]:

@@ -35,6 +35,7 @@ from selfspec.errors import (
 from selfspec.formats.packed import Packed, PackedWeight, UnsupportedWeightError
 from selfspec.formats.planes import Planes
 from selfspec.kernels import native
+from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import PACKED, load_to_device, read_config
 from selfspec.model.identity import fingerprint
 from selfspec.placement.packed import pack_weights
@@ -261,24 +262,25 @@ def test_the_upper_plane_drafts_for_weights_in_planes_alone(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"])
-def test_packed_folders_are_mapped_and_give_the_bits_of_their_source(tmp_path: Path, name: str) -> None:
+def test_packed_folders_are_mapped_and_give_the_bits_of_their_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     model = shrunken(name).bfloat16()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) / 8)
     model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     written = selfspec.pack(tmp_path / "model", tmp_path / "packed")
+    # No part is copied out of the file.
+    monkeypatch.setattr(LargePages, "moved", lambda *_: pytest.fail("a weight was copied"))
     found = selfspec.load(tmp_path / "packed", draft="upper").model
     weights = [weight for weight in found.parameters() if isinstance(weight, PackedWeight)]
     assert written.packed == len({id(weight.layer) for weight in weights})
     assert written.source == fingerprint(found) == fingerprint(stock(tmp_path / "model"))
     assert torch.equal(logits(found), logits(stock(tmp_path / "model")))
-    # No part is copied out of the file, and each begins on a line of the cache.
-    mapped = {part.untyped_storage().data_ptr() for weight in weights for part in weight.layer.parameters()}
+    # Each begins on a line of the cache.
     parts = [part for weight in weights for part in weight.layer.parameters()]
-    assert len(mapped) == 1
     assert {part.data_ptr() % 64 for part in parts if len(part)} == {0}
-    assert parts[0].untyped_storage().nbytes() == (tmp_path / "packed" / PACKED).stat().st_size
 
 
 def _flipped(file: Path, place: int) -> None:
@@ -307,7 +309,7 @@ def test_a_config_may_name_another_dtype_but_packed_weights_are_not_rounded_to_i
         (lambda file: _flipped(file, -200), "is damaged: .* not what was written; pack the checkpoint again"),
         (lambda file: _flipped(file, -5000), "is damaged"),
         (lambda file: file.write_bytes(file.read_bytes()[:-64]), "truncated"),
-        (lambda file: file.write_bytes(b""), "cannot be read"),
+        (lambda file: file.write_bytes(b""), "truncated or corrupt"),
         (lambda file: save_file({"a": torch.zeros(2)}, file), "does not describe packed weights"),
         (lambda file: file.write_bytes(file.read_bytes().replace(b'\\"planes\\"', b'\\"plones\\"')), "checksum"),
         (lambda file: shrunken("qwen3").config.save_pretrained(file.parent), "belong to another config.json"),
