@@ -53,7 +53,7 @@ from selfspec.errors import (
 )
 from selfspec.files.writing import check_output_folder, writing
 from selfspec.model.checkpoint import check_device, find_device
-from selfspec.model.decodable import check_decodable, check_saved_whole, stock_model
+from selfspec.model.decodable import check_decodable, check_saved_whole, run_preparation, stock_model
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import check_rotary
@@ -121,6 +121,7 @@ def wrap(
     """
     model = stock_model(model)
     check_causal(model)
+    run_preparation(model)
     check_weights(model)
     check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
     check_kind("runtime", runtime, Runtime, "write runtime=selfspec.runtime.Eager(), or leave it out")

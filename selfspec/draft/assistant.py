@@ -22,7 +22,7 @@ from selfspec.draft.rows_view import RowsView, check_text, made_once
 from selfspec.draft.tree_growth import ModelProposer, grow, own_runner
 from selfspec.errors import DraftConfigError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.model.checkpoint import load_to_device
-from selfspec.model.decodable import check_decodable, stock_model
+from selfspec.model.decodable import check_decodable, run_preparation, stock_model
 from selfspec.model.early_head import spread
 from selfspec.model.identity import tokens_by_id, vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
@@ -70,6 +70,7 @@ class Assistant(Drafter):
         source = None if isinstance(model, nn.Module) else str(model)
         own = stock_model(model if isinstance(model, nn.Module) else load_to_device(str(model), device="cpu"))
         check_causal(own)
+        run_preparation(own)
         check_weights(own)
         check_kind("adapter", adapter, Adapter, "see docs/your_own_adapter.md, or leave it out")
         adapter = adapter or find_adapter(own)

@@ -161,6 +161,24 @@ def _inside_peft(model: Any) -> nn.Module:
     return tuner.get_submodule("model")
 
 
+@torch.no_grad()
+def run_preparation(model: PreTrainedModel) -> None:
+    """Run a model once whose linear layers a library makes in a hook of its first pass: views run no hook of a model.
+
+    compressed-tensors does so with what it keeps in fewer bits.
+    """
+    if model._forward_pre_hooks and any(map(_waits, model.modules())):
+        model(**{name: given.to(model.device) for name, given in model.dummy_inputs.items()})
+
+
+def _waits(module: nn.Module) -> bool:
+    """Return whether a layer has no weight that torch multiplies by: it is packed, or its scale is beside it."""
+    if type(module) is not nn.Linear:
+        return False
+    weight = getattr(module, "weight", None)
+    return weight is None or weight.dtype.itemsize == 1
+
+
 def check_saved_whole(model: PreTrainedModel) -> None:
     """Refuse to save a model whose weights PEFT has renamed: the folder would load as another model."""
     if getattr(model, "peft_config", None) and not getattr(model, "_hf_peft_config_loaded", False):

@@ -39,6 +39,27 @@ def test_layers_on_several_devices_are_refused(llama: PreTrainedModel, monkeypat
         check_decodable(llama, find_adapter(llama))
 
 
+@pytest.mark.parametrize("draft", [None, "int8"])
+@pytest.mark.parametrize("kept", [None, torch.int8], ids=["packed", "integers"])
+def test_what_a_library_makes_before_the_first_pass_is_made(
+    llama: PreTrainedModel, kept: torch.dtype | None, draft: str | None
+) -> None:
+    expected = llama.generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)
+    dense = {module: module._parameters["weight"] for module in llama.model.modules() if type(module) is nn.Linear}
+    for module in dense:
+        weight = None if kept is None else nn.Parameter(module.weight.to(kept), requires_grad=False)
+        module._parameters["weight"] = weight
+
+    def make(*_: object) -> None:
+        made.remove()
+        for module, weight in dense.items():
+            module._parameters["weight"] = weight
+
+    made = llama.register_forward_pre_hook(make)
+    output = selfspec.wrap(llama, draft).generate(tiny.prompt(5), max_new_tokens=8, do_sample=False)
+    assert torch.equal(output.sequences, expected)
+
+
 def _layers(model: PreTrainedModel) -> Any:
     return model.get_submodule(".".join(find_adapter(model).path(model)))
 
