@@ -4,8 +4,8 @@ Everything else is in pyproject.toml. `selfspec/adapters` is a link to `adapters
 without an install; it is left out of the search, because a source distribution does not carry it.
 
 The kernels are one library for each kind of processor, without torch or Python in them: the same sources with other
-flags. Without a C++ compiler (`CXX`, c++, g++ or clang++) selfspec is installed without them, and `selfspec doctor`
-says so.
+flags. An install compiles the one for the processor at hand, and a distribution (`SELFSPEC_BUILD=all`) each. Without a
+C++ compiler (`CXX`, c++, g++ or clang++) selfspec is installed without them, and `selfspec doctor` says so.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
     "aarch64": {"neon": [], "dotprod": ["-march=armv8.2-a+dotprod"]},
     "arm64": {"dotprod": []},
 }
+"""The best last."""
 
 
 class Build(build_py):
@@ -51,6 +52,8 @@ class Build(build_py):
             why = missing if variants else f"there are none for {platform.machine()}"
             self.warn(f"selfspec is built without CPU kernels: {why}")
             return
+        if os.environ.get("SELFSPEC_BUILD") != "all":
+            variants = dict(list(runs_here(compiler, variants).items())[-1:])
         folder = (KERNELS if self.editable_mode else Path(self.build_lib, KERNELS)) / "built"
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -72,6 +75,19 @@ class Package(Distribution):
 
     def has_ext_modules(self) -> bool:
         return True
+
+
+def runs_here(compiler: str, variants: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the variants that need nothing which this processor lacks, by the macros that compilers set for it."""
+
+    def macros(flags: list[str]) -> set[str]:
+        command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        return {line.split()[1] for line in lines if line.startswith("#define __A")}
+
+    here = macros(["-march=native"])
+    # A compiler that cannot tell builds all.
+    return {name: flags for name, flags in variants.items() if macros(flags) <= here} or variants
 
 
 def build(compiler: str, folder: Path, name: str, flags: list[str]) -> str | None:

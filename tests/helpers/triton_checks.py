@@ -345,11 +345,11 @@ def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: Purpose, first:
 def check_decoding(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
     """Drafts in a batch, with grouped queries and windows, give the text that they give without these kernels."""
     model, ids = tiny.mistral(dtype=dtype), tiny.prompt(9, batch=3)
-    greedy = stock(model, ids, 12)
+    greedy = stock(model, ids, 8)
     spec = selfspec.wrap(
         model, Oracle(tree, greedy[:, 9:]), draft_length=len(tree), accept="token", runtime=selfspec.runtime.Eager()
     )
-    expected = spec.generate(ids, max_new_tokens=12, **sampled).sequences
+    expected = spec.generate(ids, max_new_tokens=8, **sampled).sequences
     assert torch.equal(expected, greedy) == (sampled == GREEDY)
     with ExitStack() as inside:
         for seam in SEAMS:
@@ -358,7 +358,7 @@ def check_decoding(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.
             name: inside.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
             for module, name in ((import_module(f"selfspec.kernels.{file}"), name) for file, name in KERNELS.items())
         }
-        assert torch.equal(spec.generate(ids, max_new_tokens=12, **sampled).sequences, expected)
+        assert torch.equal(spec.generate(ids, max_new_tokens=8, **sampled).sequences, expected)
     calls = {name: each.call_count for name, each in watched.items()}
     # A kernel that is not trusted is called no more: once for each kind of call.
     assert sum(count > 2 for count in calls.values()) == used, calls
@@ -531,9 +531,11 @@ CHECKS: dict[str, list[tuple[Callable[..., None], Given]]] = {
 
 def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
     """Return whether the interpreter computes a check rightly: it takes matrices in bfloat16 for integers."""
+    # Others take minutes.
     if check is check_order_of_planes:
-        # Others take minutes.
         return given in ((1, torch.float32), (3, torch.float32))
+    if check is check_attention and torch.float16 in given:
+        return False
     if torch.bfloat16 not in given or check in (
         check_slots,
         check_norms,
