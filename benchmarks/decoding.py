@@ -47,8 +47,8 @@ class Behind:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.spec, name)
 
-    def stream(self, *given: Any, **options: Any) -> Any:
-        return self.spec.stream(*given, cache=deepcopy(self.cache), **options)
+    def stream(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+        return self.spec.stream(ids, mask, cache=deepcopy(self.cache), **options)
 
 
 def main() -> None:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from selfspec.decode.output import Round
     from selfspec.decode.text_stream import TextStream
     from selfspec.measure.checkpoint import Checkpoint
-    from selfspec.measure.estimate import Estimate
-    from selfspec.tools.lab.arms import OwnArm
-    from selfspec.tools.lab.turns import Score
+    from selfspec.measure.timing import Call
+    from selfspec.tools.lab.arms import Cell, OwnArm
+    from selfspec.tools.lab.runs import Row
+    from selfspec.tools.lab.turns import ArmRun
 
 # Look-ups and candidates alone, the exit that the embedded model was taught, and what needs no training.
 _DRAFTS = ("lookup", "recycle", "exit:4", "int8")
@@ -41,6 +42,7 @@ _SHOWN, _SEED = 40, 3
 # Seconds to compare, print and end the process when the race is over.
 _REST = 2.0
 _INDENT, _COLUMNS = "    ", 80
+_SPEED = "whole_speedup_over_generate"
 _NEXT = (
     "  selfspec MODEL             # what it can do here, which draft, what that gains",
     '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
@@ -77,21 +79,12 @@ class DemoRuns:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """An arm's name, and its scores greedily and sampled."""
-
-    name: str
-    greedy: Score
-    sampled: Score
-
-
-@dataclass(frozen=True)
 class Demonstrated:
     """`selfspec demo`.
 
     Attributes:
         identical: whether every greedy text equals plain decoding's.
-        arms: scores of each way to decode.
+        arms: each way to decode, greedily and sampled, by columns of the lab's table (docs/columns.md).
         texts: `prompt` and `text`, the greedy one.
         cores: that this process may use, and how many of them were free.
     """
@@ -99,7 +92,7 @@ class Demonstrated:
     settings: dict[str, Any]
     headline: str
     identical: bool
-    arms: list[Standing]
+    arms: list[dict[str, Any]]
     turns: int
     texts: list[dict[str, str]]
     seconds: float
@@ -124,8 +117,8 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         from selfspec.kernels import native
         from selfspec.measure.checkpoint import load_checkpoint
         from selfspec.measure.embedded import PROMPTS
-        from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, make_arm
-        from selfspec.tools.lab.turns import agreements, race, scores
+        from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, make_arm
+        from selfspec.tools.lab.turns import race
 
         checkpoint = load_checkpoint(model_place(DEMO), "float32", device)
     spare = watch.read()
@@ -159,21 +152,21 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         def tick() -> None:
             bar.update(task, completed=time.perf_counter() - begun)
 
-        turns = race(arms, (greedy, sampled), prompts, until, tick)
-    scored = zip(specs, scores(turns, greedy), scores(turns, sampled), strict=True)
-    found = [Standing(spec.name.removeprefix("selfspec "), *pair) for spec, *pair in scored]
-    same = zip(found, agreements(model, turns, greedy, prompts), strict=True)
-    differing = [each.name for each, compared in same if compared.equal < compared.texts]
-    headed = found[drafting]
+        asked = [Prompts.of_one_length(prompt) for prompt in prompts]
+        found = race(arms, (greedy, sampled), asked, until, tick)
+    pairs = [[_line(runs_[place], cell, runs_[0]) for cell, runs_ in found.items()] for place in range(len(arms))]
+    stock = _calls(found[greedy][0])
+    differing = [each[0]["arm"] for each in pairs if each[0]["equal"] < 1]
+    headed = pairs[drafting]
     result = Demonstrated(
         settings={**asdict(runs), "draft": draft, "max_new_tokens": new, "threads": torch.get_num_threads()},
-        headline=headline(headed, not differing),
+        headline=headline(headed[0], not differing),
         identical=not differing,
-        arms=found,
-        turns=len(turns),
+        arms=[line for pair in pairs for line in pair],
+        turns=len(stock),
         texts=[
-            {"prompt": text, "text": checkpoint.tokenizer.decode([*ids[0].tolist(), *turn.calls[greedy][0].rows[0]])}
-            for text, ids, turn in zip(PROMPTS, prompts, turns, strict=False)
+            {"prompt": text, "text": checkpoint.tokenizer.decode([*ids[0].tolist(), *call.rows[0]])}
+            for text, ids, call in zip(PROMPTS, prompts, stock, strict=False)
         ],
         seconds=time.perf_counter() - started,
         cores=spare,
@@ -182,7 +175,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     if output == "text":
         screen.say(result.headline, style="bold")
         screen.say(_details(headed, runs.temperature), "")
-        screen.show_scores(found, headed, runs.temperature)
+        screen.show_table(pairs, headed, runs.temperature)
         screen.say("", *_notes(result, all_drafts, on_cpu=model.device.type == "cpu"))
         screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
         screen.say(*_NEXT)
@@ -190,6 +183,35 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         message = f"greedy tokens of {', '.join(differing)} differ from the model's own; please report this as a bug"
         raise FailedRunError(TokensDifferError(message), result)
     return result
+
+
+def _calls(run: ArmRun) -> list[Call]:
+    return [call for repeat in run.calls for call in repeat]
+
+
+def _line(run: ArmRun, cell: Cell, stock: ArmRun) -> Row:
+    """Return an arm's figures by the names of the lab's columns; the demo has no pandas to make its table with.
+
+    Ratios are those of whole calls of one turn; they, times and rates are medians over turns.
+    """
+    from selfspec.measure.estimate import Estimate
+    from selfspec.tools.lab.table import spread
+
+    calls, firsts = _calls(run), _calls(stock)
+    pairs = [*zip(calls, firsts, strict=True)]
+    ratios = [own.tokens / own.seconds * first.seconds / first.tokens for own, first in pairs]
+    behind = [(each.tokens - each.first_tokens) / max(each.seconds - each.first_seconds, 1e-9) for each in calls]
+    equal = {} if cell.sampled else {"equal": statistics.fmean(own.rows == first.rows for own, first in pairs)}
+    return {
+        "arm": run.arm.spec.name.removeprefix("selfspec "),
+        "temperature": cell.temperature,
+        **spread(_SPEED, Estimate.of_median(ratios)),
+        "whole_tokens_per_second": statistics.median(each.tokens / each.seconds for each in calls),
+        "mean_accepted_length": sum(each.tokens for each in calls) / sum(each.passes for each in calls),
+        "first_token_seconds": statistics.median(each.first_seconds for each in calls),
+        "tokens_per_second": statistics.median(behind),
+        **equal,
+    }
 
 
 class DemoScreen:
@@ -219,16 +241,17 @@ class DemoScreen:
         self.say(f"({tokens} tokens in {len(stamps)} passes)", "", style="dim")
         return stamps
 
-    def show_scores(self, standings: Sequence[Standing], headed: Standing, temperature: float) -> None:
-        """Print the table: a line each, the one of the headline in bold."""
+    def show_table(self, arms: Sequence[Sequence[Row]], headed: Sequence[Row], temperature: float) -> None:
+        """Print a line for each arm, greedily and sampled, the one of the headline in bold."""
         self.say(_row("times as fast", "greedy", f"temperature {temperature:g}", "prompt", "decoding", "a pass"))
-        for each in standings:
+        for each in arms:
+            first = each[0]
             greedy, sampled = (
-                f"1.00  {score.tokens_per_second:.0f} tokens/s" if each is standings[0] else _speed(score.speedup, 2)
-                for score in (each.greedy, each.sampled)
+                f"1.00  {row['whole_tokens_per_second']:.0f} tokens/s" if each is arms[0] else _speed(row, 2)
+                for row in each
             )
-            prompt, decoding = f"{each.greedy.first_seconds * 1e3:.0f} ms", f"{each.greedy.decoding:.0f}/s"
-            row = _row(each.name, greedy, sampled, prompt, decoding, f"{each.greedy.tokens_per_pass:.1f}")
+            prompt, decoding = f"{first['first_token_seconds'] * 1e3:.0f} ms", f"{first['tokens_per_second']:.0f}/s"
+            row = _row(first["arm"], greedy, sampled, prompt, decoding, f"{first['mean_accepted_length']:.1f}")
             self.say(row, style="bold" if each is headed else "")
 
     def _write(self, text: str) -> None:
@@ -236,22 +259,23 @@ class DemoScreen:
         self._console.file.flush()
 
 
-def headline(headed: Standing, identical: bool) -> str:
-    """Say in a line what a draft is worth."""
-    speed = headed.greedy.speedup.value
+def headline(headed: Row, identical: bool) -> str:
+    """Say in a line what a draft is worth, by its greedy figures."""
+    speed = headed[_SPEED]
     said = f"{speed:.1f}x faster than" if speed >= 1.05 else f"{speed:.2f}x the speed of"
     text = "identical text" if identical else "THE TEXT DIFFERS"
-    return f"{said} model.generate, {headed.greedy.tokens_per_pass:.1f} tokens per pass, {text}"
+    return f"{said} model.generate, {headed['mean_accepted_length']:.1f} tokens per pass, {text}"
 
 
 def _row(name: str, greedy: str, sampled: str, prompt: str, decoding: str, passes: str) -> str:
     return f"{name[:14]:<15}{greedy:<19}{sampled:<19}{prompt:<9}{decoding:<10}{passes}"
 
 
-def _speed(speed: Estimate, digits: int, unit: str = "") -> str:
+def _speed(row: Row, digits: int, unit: str = "") -> str:
     """Write a speed with its interval, if it has one: `1.23 (1.10-1.31)`."""
-    interval = f" ({speed.low:.{digits}f}-{speed.high:.{digits}f}{unit})" if speed.low < speed.high else ""
-    return f"{speed.value:.{digits}f}{unit}{interval}"
+    low, high = (row.get(f"{_SPEED}_{end}", 0.0) for end in ("low", "high"))
+    interval = f" ({low:.{digits}f}-{high:.{digits}f}{unit})" if low < high else ""
+    return f"{row[_SPEED]:.{digits}f}{unit}{interval}"
 
 
 def _about(spare: SpareCores, device: torch.device) -> str:
@@ -306,10 +330,10 @@ def _that_fit(left: float, token_seconds: float) -> int:
     return max(_FEWEST, min(_MOST, fitting))
 
 
-def _details(headed: Standing, temperature: float) -> str:
+def _details(headed: Sequence[Row], temperature: float) -> str:
     """Say what the headline is of, with its intervals."""
-    greedy, sampled = (_speed(each.speedup, 1, "x") for each in (headed.greedy, headed.sampled))
-    return f"{headed.name}: greedy {greedy}, at temperature {temperature:g} {sampled}"
+    greedy, sampled = (_speed(row, 1, "x") for row in headed)
+    return f"{headed[0]['arm']}: greedy {greedy}, at temperature {temperature:g} {sampled}"
 
 
 def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:

@@ -22,7 +22,6 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.doctor import MachineReport, Packages, Products
 from selfspec.tools.export.exported import Exported
-from selfspec.tools.lab.turns import Score
 from selfspec.tools.pack import PackedFolder
 from selfspec.tools.prospects import CheckpointSummary
 from selfspec.tools.train.run import CheckedExit
@@ -32,7 +31,7 @@ _ELSEWHERE = {
     each.__name__: each
     for each in (
         *(CheckedExit, CheckpointSummary, Estimate, Exported, MachineReport, Packages),
-        *(PackedFolder, Products, Score, SpareCores),
+        *(PackedFolder, Products, SpareCores),
     )
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)

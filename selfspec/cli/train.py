@@ -336,8 +336,10 @@ def _checked(trained: Trained, base: str, device: str, seconds: float) -> Traine
     """Decode with each exit that has figures, in turns with plain decoding, for some seconds; add the verdict."""
     from selfspec.measure.checkpoint import load_checkpoint
     from selfspec.measure.prompts import BEGINNINGS
-    from selfspec.tools.lab.arms import ArmSpec, Cell, make_arm
-    from selfspec.tools.lab.turns import race, scores
+    from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
+    from selfspec.tools.lab.generations import rows_of
+    from selfspec.tools.lab.table import estimate_in, records, summarise
+    from selfspec.tools.lab.turns import race
     from selfspec.tools.train.run import CheckedExit, verdict
 
     figures, to = trained.after, trained.folder
@@ -346,14 +348,17 @@ def _checked(trained: Trained, base: str, device: str, seconds: float) -> Traine
     heads = "exits" in (trained.recipe or {}) and "rank" in (trained.recipe or {})
     drafts = {layer: f"head:{to}@{layer}" if heads else f"exit:{layer}" for layer in layers}
     checkpoint = load_checkpoint(model_place(base) if heads else to, "auto", device)
-    prompts = [checkpoint.encode(text)[:, :_CONTEXT] for text in BEGINNINGS]
+    prompts = [Prompts.of_one_length(checkpoint.encode(text)[:, :_CONTEXT]) for text in BEGINNINGS]
     specs = [ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts.values())]
     arms = [make_arm(spec, checkpoint.model) for spec in specs]
     greedy, sampled = (Cell("check", temperature, 1, _CONTEXT, _NEW) for temperature in (0.0, _TEMPERATURE))
-    turns = race(arms, (greedy, sampled), prompts, time.perf_counter() + seconds, lambda: None)
-    measured = zip(scores(turns, greedy)[1:], scores(turns, sampled)[1:], strict=True)
-    checked = [
-        CheckedExit(drafts[each], figures[f"speedup_{each}"], first.speedup, second.speedup)
-        for each, (first, second) in zip(drafts, measured, strict=True)
-    ]
+    found = race(arms, (greedy, sampled), prompts, time.perf_counter() + seconds, lambda: None)
+    table = records(summarise(rows_of(checkpoint.model, "check", arms, prompts, found)))
+    speeds = {(row.get("draft"), row["temperature"]): estimate_in(row, "speedup") for row in table}
+    checked = []
+    for layer, draft in drafts.items():
+        one, other = (speeds[draft, temperature] for temperature in (0.0, _TEMPERATURE))
+        assert one is not None
+        assert other is not None
+        checked.append(CheckedExit(draft, figures[f"speedup_{layer}"], one, other))
     return replace(trained, checked=checked, verdict=verdict(checked, Path(to), trained.before, figures))

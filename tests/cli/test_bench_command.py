@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,14 @@ import selfspec
 from helpers.saved_folders import checkpoint_folder
 from helpers.snippets import Invoke, Said, tight_budget
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
-from selfspec.cli.demo import Standing, headline
+from selfspec.cli.demo import headline
 from selfspec.control.profile import VARIABLE
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
-from selfspec.measure.estimate import Estimate
 from selfspec.measure.timing import Call, peak_memory
-from selfspec.tools.lab import turns
-from selfspec.tools.lab.arms import Cell, Prompts, StockArm
+from selfspec.tools.lab.arms import Cell, OwnArm, Prompts, StockArm
 from selfspec.tools.lab.report import REPORT
 from selfspec.tools.lab.runs import FILE, origin
-from selfspec.tools.lab.turns import Score, TextAgreement
 
 pandas = pytest.importorskip("pandas")
 
@@ -240,10 +238,9 @@ def test_json(said: Said) -> None:
     assert [text["prompt"] for text in found["texts"]] == list(PROMPTS[:1])
     assert all(text["text"].startswith(text["prompt"]) for text in found["texts"])
     names = ["model.generate", "plain", "lookup", "recycle", "exit:4", "int8", "exit:3"]
-    assert [arm["name"] for arm in found["arms"]] == names
-    for arm in found["arms"]:
-        assert all(arm[kind]["tokens_per_second"] > 0 for kind in ("greedy", "sampled"))
-    assert found["arms"][0]["greedy"]["speedup"]["value"] == 1
+    assert [(arm["arm"], arm["temperature"]) for arm in found["arms"]] == [*product(names, (0, 0.8))]
+    assert all(arm["tokens_per_second"] > 0 for arm in found["arms"])
+    assert found["arms"][0]["whole_speedup_over_generate"] == 1
     assert "model.generate" in found["headline"]
     assert (found["settings"]["draft"], found["settings"]["max_new_tokens"], found["turns"]) == ("exit:3", 8, 1)
 
@@ -278,21 +275,28 @@ def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monke
 
 @pytest.mark.tools
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "compare", lambda *_: TextAgreement(4, 3))
+    decode = OwnArm.decode
+
+    def slipping(self: OwnArm, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        call = decode(self, prompts, cell, seed)
+        call.rows[0][-1] += 1
+        return call
+
+    monkeypatch.setattr(OwnArm, "decode", slipping)
     ending = invoke(*QUICK_DEMO_COMMAND, "--output", "json")
     found = json.loads(ending.stdout)
     assert ending.status == 1
     assert not found["identical"]
     assert "TEXT DIFFERS" in found["headline"]
     assert found["error"]["type"] == "TokensDifferError"
-    assert ending.stderr.startswith("error: greedy tokens of model.generate, plain")
+    assert ending.stderr.startswith("error: greedy tokens of plain, lookup")
 
 
 @pytest.mark.parametrize(("speed", "said"), [(2.14, "2.1x faster than"), (0.97, "0.97x the speed of")])
 def test_the_headline_claims_no_more_than_was_measured(speed: float, said: str) -> None:
-    score = Score(Estimate(speed, speed, speed), 1.0, 3.12, 0.01, 1.0)
+    row = {"whole_speedup_over_generate": speed, "mean_accepted_length": 3.12}
     line = f"{said} model.generate, 3.1 tokens per pass, identical text"
-    assert headline(Standing("exit:4", score, score), identical=True) == line
+    assert headline(row, identical=True) == line
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:

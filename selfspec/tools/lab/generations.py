@@ -124,6 +124,28 @@ class Generations:
         return [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in repeats]
 
 
+def rows_of(
+    model: PreTrainedModel,
+    name: str,
+    arms: Sequence[Arm],
+    prompts: Sequence[Prompts],
+    found: Mapping[Cell, Sequence[ArmRun]],
+) -> list[Row]:
+    """Return the rows of a race of a model's arms; greedy texts are compared with the first arm's."""
+    of, around, turns, rows = (
+        origin(model),
+        environment(model.device),
+        turns_of([arm.spec for arm in arms]),
+        list[Row](),
+    )
+    for cell, results in found.items():
+        expected = None if cell.sampled else [call.rows for call in results[0].calls[0]]
+        for result in results:
+            run = run_of(of, cell, prompts, result.arm.spec, {"model": name}, turns=turns)
+            rows += run.rows(arm_rows(result, prompts, expected=expected), around)
+    return rows
+
+
 def latest(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of benchmarks: of each cell those that were timed together last, and all that were counted."""
     names = ("setting", "workload", "prompts", "temperature", "batch", "context", "chat", "max_new_tokens", "repeats")
@@ -149,7 +171,7 @@ def arm_rows(
     refused = result.agreement is not None and result.agreement.refused and result.arm.spec.lossless
     found: list[Row] = []
     for repeat, calls in enumerate(result.calls):
-        for number, (asked, call) in enumerate(zip(prompts, calls, strict=True)):
+        for number, (asked, call) in enumerate(zip(prompts[: len(calls)], calls, strict=True)):
             counted = call_columns(call)
             if costs is not None and "judged" in counted:
                 counted = costs.priced(counted)

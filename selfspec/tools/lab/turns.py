@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.decode.output import Stats
-from selfspec.measure.estimate import Estimate
 from selfspec.measure.rounding import Bound, tie_gap, widths_of
 from selfspec.measure.stock import bare, read_reference, stepwise_logits
 from selfspec.measure.timing import Call
@@ -109,108 +106,39 @@ def _beginning_with(items: Sequence[_Item], turn: int) -> list[_Item]:
     return [*items[start:], *items[:start]]
 
 
-class Runner(Protocol):
-    """Decodes a prompt, as an arm does."""
-
-    def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
-        """Decode prompts under the conditions of a cell."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One prompt, by its number, decoded by every arm in every cell."""
-
-    prompt: int
-    calls: Mapping[Cell, Sequence[Call]]
-
-
-@dataclass(frozen=True)
-class Score:
-    """An arm in a cell, whole calls.
-
-    Attributes:
-        speedup: how many times as fast as the first arm on the same prompt in the same turn: the median over turns.
-        tokens_per_second: median over turns.
-        tokens_per_pass: new tokens for each target pass, over all turns.
-        first_seconds: until the first tokens were there, which is what the prompt takes: median over turns.
-        decoding: tokens a second after those, median over turns.
-    """
-
-    speedup: Estimate
-    tokens_per_second: float
-    tokens_per_pass: float
-    first_seconds: float
-    decoding: float
-
-
 def race(
-    arms: Sequence[Runner],
+    arms: Sequence[Arm],
     cells: Sequence[Cell],
-    prompts: Sequence[Tensor],
+    prompts: Sequence[Prompts],
     until: float,
     tick: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Turn]:
+) -> dict[Cell, list[ArmRun]]:
     """Let all arms decode one prompt after the other, in turns, until the next turn would end later than `until`.
 
     Before that each arm decodes one prompt untimed, since passes are recorded when they first run. There is one turn at
-    least; one that is not complete when time is up is not counted. Another arm begins from turn to turn; the first of
-    all is what the others are compared with. Prompts are `[1, tokens]` each; `tick` is called before each call.
+    least; one that is not complete when time is up is not counted, so the last repeat may have fewer calls than there
+    are prompts. Another arm begins from turn to turn; `tick` is called before each call.
     """
-    asked = [Prompts.of_one_length(prompt) for prompt in prompts]
     for arm in reversed(arms):
         tick()
-        arm.decode(asked[0], cells[0], seed=0)
-    turns: list[Turn] = []
-    longest = 0.0
+        arm.decode(prompts[0], cells[0], seed=0)
+    found = {cell: [ArmRun(arm) for arm in arms] for cell in cells}
+    turns, longest = 0, 0.0
     while not turns or clock() + longest < until:
-        started, number = clock(), len(turns) % len(asked)
-        calls: dict[Cell, dict[int, Call]] = {cell: {} for cell in cells}
-        for cell, arm_number in product(cells, _beginning_with(range(len(arms)), len(turns))):
+        started, number, calls = clock(), turns % len(prompts), dict[tuple[Cell, int], Call]()
+        for cell, place in product(cells, _beginning_with(range(len(arms)), turns)):
             if turns and clock() > until:
-                return turns
+                return found
             tick()
-            calls[cell][arm_number] = arms[arm_number].decode(asked[number], cell, seed=len(turns))
-        turns.append(Turn(number, {cell: [found[arm] for arm in range(len(arms))] for cell, found in calls.items()}))
-        longest = max(longest, clock() - started)
-    return turns
-
-
-def scores(turns: Sequence[Turn], cell: Cell) -> list[Score]:
-    """Return the score of each arm in a cell."""
-    found = []
-    for arm in range(len(turns[0].calls[cell])):
-        calls = [turn.calls[cell][arm] for turn in turns]
-        firsts = [turn.calls[cell][0] for turn in turns]
-        speeds = [call.tokens / call.seconds for call in calls]
-        ratios = [speed / (first.tokens / first.seconds) for speed, first in zip(speeds, firsts, strict=True)]
-        found.append(
-            Score(
-                Estimate.of_median(ratios),
-                statistics.median(speeds),
-                sum(call.tokens for call in calls) / sum(call.passes for call in calls),
-                statistics.median(call.first_seconds for call in calls),
-                statistics.median(_decoding(call) for call in calls),
-            )
-        )
+            calls[cell, place] = arms[place].decode(prompts[number], cell, seed=turns)
+        for (cell, place), call in calls.items():
+            repeats = found[cell][place].calls
+            if number == 0:
+                repeats.append([])
+            repeats[-1].append(call)
+        turns, longest = turns + 1, max(longest, clock() - started)
     return found
-
-
-def _decoding(call: Call) -> float:
-    """Return tokens a second behind the first ones; 0 where the first were all."""
-    return (call.tokens - call.first_tokens) / max(call.seconds - call.first_seconds, 1e-9)
-
-
-def agreements(
-    model: PreTrainedModel, turns: Sequence[Turn], cell: Cell, prompts: Sequence[Tensor]
-) -> list[TextAgreement]:
-    """Compare the greedy texts of each arm with those of the first."""
-    asked = [tuple(prompt[0].tolist()) for prompt in prompts]
-    every = [(asked[turn.prompt], turn.calls[cell]) for turn in turns]
-    return [
-        compare(model, [Pair(prompt, tuple(calls[0].rows[0]), tuple(calls[arm].rows[0])) for prompt, calls in every])
-        for arm in range(len(turns[0].calls[cell]))
-    ]
 
 
 _HALF = (torch.float16, torch.bfloat16)

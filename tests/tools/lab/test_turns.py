@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from helpers import tiny
 from selfspec.measure.embedded import checkpoint_folder
 from selfspec.measure.timing import Call
+from selfspec.tools.lab import generations
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts, StockArm, make_arm
-from selfspec.tools.lab.turns import Pair, Turn, agreements, compare, measure, race, scores
+from selfspec.tools.lab.table import summarise
+from selfspec.tools.lab.turns import ArmRun, Pair, compare, measure, race
 
 GREEDY = Cell("w", 0.0, 1, 6, 16)
 SPECS = [
@@ -159,7 +161,7 @@ def test_where_texts_part_one_may_end_sooner_but_none_may_be_cut() -> None:
 
 
 RACED, SAMPLED = Cell("demo", 0.0, 1, 3, 4), Cell("demo", 0.8, 1, 3, 4)
-PROMPTS = [torch.tensor([[1, 2, number]]) for number in range(3)]
+PROMPTS = [Prompts.of_one_length(torch.tensor([[1, 2, number]])) for number in range(3)]
 
 
 @dataclass
@@ -179,6 +181,10 @@ class FakeArm:
     passes: int = 4
     tokens: tuple[int, ...] = (5, 6, 7, 8)
     seen: list[tuple[int, Cell, int]] = field(default_factory=list)
+    spec: ArmSpec = field(default_factory=lambda: ArmSpec("plain"))
+
+    def absence(self, cell: Cell) -> None:
+        return None
 
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         self.clock.now += self.seconds
@@ -186,23 +192,28 @@ class FakeArm:
         return Call([list(self.tokens)], self.seconds, self.seconds / 4, 1, self.passes)
 
 
-def raced(arms: list[FakeArm], until: float) -> list[Turn]:
+def raced(arms: list[FakeArm], until: float) -> dict[Cell, list[ArmRun]]:
     return race(arms, (RACED, SAMPLED), PROMPTS, until, lambda: None, arms[0].clock)
+
+
+def turns_of(found: dict[Cell, list[ArmRun]]) -> set[int]:
+    return {sum(map(len, run.calls)) for runs in found.values() for run in runs}
 
 
 def test_turns_go_on_while_the_next_one_ends_in_time() -> None:
     clock = Clock()
     arms = [FakeArm(clock, 2.0), FakeArm(clock, 1.0, 2)]
-    turns = raced(arms, until=22.0)
+    found = raced(arms, until=28.0)
     # Three seconds to warm up, and six a turn.
-    assert (len(turns), clock.now) == (3, 21.0)
-    assert [turn.prompt for turn in turns] == [0, 1, 2]
+    assert (turns_of(found), clock.now) == ({4}, 27.0)
+    # Each repeat has all prompts, but for the last one.
+    assert [len(repeat) for repeat in found[RACED][0].calls] == [3, 1]
     # Untimed first; then each prompt in both cells, with the seed of its turn.
     assert arms[0].seen[1:5] == [(0, RACED, 0), (0, SAMPLED, 0), (1, RACED, 1), (1, SAMPLED, 1)]
     # There is one at least.
     for until in (0.0, 8.0):
         clock = Clock()
-        assert len(raced([FakeArm(clock, 2.0), FakeArm(clock, 1.0)], until)) == 1
+        assert turns_of(raced([FakeArm(clock, 2.0), FakeArm(clock, 1.0)], until)) == {1}
 
 
 def test_a_turn_that_time_cuts_short_does_not_count() -> None:
@@ -215,7 +226,7 @@ def test_a_turn_that_time_cuts_short_does_not_count() -> None:
             self.seconds = 50.0 if seed else 1.0
             return super().decode(prompts, cell, seed)
 
-    assert len(raced([Slowing(clock, 1.0), slow], until=11.0)) == 1
+    assert turns_of(raced([Slowing(clock, 1.0), slow], until=11.0)) == {1}
     assert clock.now < 60
 
 
@@ -231,21 +242,21 @@ def test_which_arm_begins_changes() -> None:
     assert [order[2], order[6]] == [(0, 2.0), (1, 1.0)]
 
 
-def test_scores_are_ratios_of_the_same_turn() -> None:
+def test_rows_of_a_race_are_compared_with_the_first_arms(llama: PreTrainedModel) -> None:
     clock = Clock()
-    turns = raced([FakeArm(clock, 2.0), FakeArm(clock, 0.5, 2)], until=30.0)
-    first, other = scores(turns, SAMPLED)
-    assert (first.speedup.value, first.tokens_per_second, first.tokens_per_pass) == (1.0, 2.0, 1.0)
-    assert (other.speedup.value, other.tokens_per_second, other.tokens_per_pass) == (4.0, 8.0, 2.0)
-    assert other.speedup.low == other.speedup.high == 4.0
-
-
-def test_greedy_texts_are_compared_with_the_first_arms() -> None:
-    clock = Clock()
-    arms = [FakeArm(clock, 1.0), FakeArm(clock, 1.0), FakeArm(clock, 1.0, tokens=(5, 6, 7, 9))]
-    turns = raced(arms, until=100.0)
-    found = agreements(tiny.llama(), turns, RACED, PROMPTS)
-    assert [(each.texts, each.equal) for each in found] == [(3, 3), (3, 3), (3, 0)]
+    arms = [
+        FakeArm(clock, 2.0, spec=ArmSpec("generate")),
+        FakeArm(clock, 1.0),
+        FakeArm(clock, 0.5, 2, (5, 6, 7, 9), spec=ArmSpec("draft", "exit:1")),
+    ]
+    rows = generations.rows_of(llama, "tiny", arms, PROMPTS, raced(arms, until=100.0))
+    greedy, sampled = (lines for _, lines in summarise(rows).groupby("temperature"))
+    assert greedy["equal"].tolist() == [1.0, 1.0, 0.0]
+    assert "equal" not in sampled.dropna(axis=1)
+    assert sampled["whole_speedup_over_generate"].tolist() == [1.0, 2.0, 4.0]
+    assert sampled["speedup"].tolist() == [0.5, 1.0, 2.0]
+    assert sampled["mean_accepted_length"].tolist() == [1.0, 1.0, 2.0]
+    assert set(sampled["n"]) == {3}
 
 
 def test_whole_prompts_of_several_lengths_are_one_batch_and_end_where_the_model_ends_them() -> None:
