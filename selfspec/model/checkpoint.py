@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -46,6 +46,8 @@ CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 _DISTRIBUTED = "shard-*-model-*-of-*.safetensors"
+# Other files beside these may have the same weights in another layout.
+_DOWNLOADED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _JSON_FILES = (CONFIG, "generation_config.json", "tokenizer_config.json")
 # Smaller weights load too fast for a progress bar.
@@ -351,6 +353,17 @@ def without_progress_bar() -> Iterator[None]:
 
 
 _SECONDS = 10.0
+
+
+def downloaded(name: str) -> Path:
+    """Download what a model on the hub is loaded from, unless the cache has it; return its folder there."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED))
+    # The type of network errors depends on the underlying library.
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} cannot be downloaded ({_one_line(error)}); check the network and the room on the disk of the cache"
+        ) from error
 
 
 def check_on_hub(name: str, file: str) -> None:

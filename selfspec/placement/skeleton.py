@@ -240,7 +240,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         tensors = stored_tensors(weight_files(folder, config))
         weights = {name: StoredWeight.dense(each) for name, each in tensors.items()}
     model = _loaded(folder, config, dtype, weights, files)
-    model.config.name_or_path = str(folder)
+    model.name_or_path = model.config.name_or_path = str(folder)
     # As the loader does for a folder.
     if is_gguf(folder):
         model.generation_config = GenerationConfig.from_model_config(model.config)

@@ -20,7 +20,7 @@ from selfspec.draft.drafter import Drafter
 from selfspec.errors import CheckpointError, UnsupportedOptionError
 from selfspec.formats.format import Format, copies
 from selfspec.kernels.large_pages import LargePages
-from selfspec.model.checkpoint import load_to_device, local_folder, read_config, weight_files
+from selfspec.model.checkpoint import downloaded, load_to_device, local_folder, read_config, weight_files
 from selfspec.model.gguf import is_gguf
 from selfspec.model.registry import find_adapter, without_weights
 from selfspec.placement.packed import (
@@ -68,6 +68,8 @@ def load_whole(
         surveyed = survey_whole(name, dtype, context, source_for(place), format)
         split = account(surveyed, draft)
         check_room(name, surveyed, split)
+        if local_folder(name) is None:
+            return load_whole(str(downloaded(name)), weights, dtype, device, draft, context)
         if surveyed.skeleton.deferred:
             return _filled(surveyed, format, split)
     return load_to_device(name, read_dtype(dtype) or "auto", place)
@@ -95,14 +97,14 @@ def survey_whole(
 ) -> Survey:
     """Survey a checkpoint that is to be whole in memory, by the headers of its files; its model holds what is packed.
 
-    A model on the hub is surveyed by its configuration, and one whose library runs its quantised weights by what lies
-    in the files: nothing of them is deferred.
+    A model on the hub is surveyed by its configuration, before it is downloaded, and one whose library runs its
+    quantised weights by what lies in the files: nothing of them is deferred.
     """
     config, folder, named = read_config(name), local_folder(name), read_dtype(dtype)
     here = folder is not None and has_weights(folder, config)
     library = quantisation_of(config) is not None and not has_packed_weights(name, source.device)
     adapted = folder is not None and (folder / "adapter_config.json").is_file()
-    if format is not None or (here and not library and not adapted):
+    if (folder is not None and format is not None) or (here and not library and not adapted):
         found = survey(name, named, context, source, files=MappedFiles())
         hold_packed(found.skeleton.model, format, found.packed)
         return replace(found, pieces=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import (
@@ -178,6 +179,21 @@ def test_what_the_hub_refuses_is_said(monkeypatch: pytest.MonkeyPatch, error: ty
         read_config("org/model")
     # Once, not six times.
     assert asked.call_count == 1
+
+
+def test_a_model_of_the_hub_is_loaded_from_its_folder_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    there, commit = tmp_path / "models--org--model", "a" * 40
+    shutil.copytree(checkpoint_folder(), there / "snapshots" / commit)
+    (there / "refs").mkdir()
+    (there / "refs" / "main").write_text(commit)
+    model = load_checkpoint("org/model", device="cpu").model
+    assert Path(model.name_or_path) == there / "snapshots" / commit
+    with pytest.raises(CheckpointError, match="org/other cannot be downloaded"):
+        checkpoint.downloaded("org/other")
 
 
 def test_no_code_of_a_checkpoint_is_run(folder: Path) -> None:
