@@ -34,7 +34,8 @@ torch.set_num_threads(1)
 settings.load_profile("ci")
 
 MANY_CASES = 4
-"""Of a test. A plain run has no more than a third of those of a test with more."""
+"""Of a test. A plain run, and a tier of these, has a quarter of those of a test with more."""
+TIERS_OF_SOME_CASES = {"statistical", "tools", "accelerator"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,20 +67,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave a plain run every third case of a test that has many, mixed by their names; `contract` has the others.
+    """Leave a tier every fourth case of a test that has many, mixed by their names; `contract` has the others.
 
-    The table of invariants says itself which of its cases are in a plain run.
+    Of the table of invariants, which says itself what is in a plain run, every draft is in half of the tests.
     """
-    tiers = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts"))))
+    tiers = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts")))) - TIERS_OF_SOME_CASES
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not tiers & {mark.name for mark in item.iter_markers()} and item.path.parent.name != "invariants":
+        if not tiers & {mark.name for mark in item.iter_markers()}:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
-        found.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        if len(found) > MANY_CASES:
-            for item in found[ceil(len(found) / 3) :]:
-                item.add_marker(pytest.mark.contract)
+    for turn, found in enumerate(cases.values()):
+        others: list[pytest.Item] = []
+        if found[0].path.parent.name == "invariants":
+            others = found[turn % 2 :: 2] if len(found) > 1 else []
+        elif len(found) > MANY_CASES:
+            others = sorted(found, key=lambda item: zlib.crc32(item.nodeid.encode()))[ceil(len(found) / 4) :]
+        for item in others:
+            item.add_marker(pytest.mark.contract)
     _leave_a_share(config, items)
 
 
