@@ -27,7 +27,7 @@ GROUP = "selfspec.rules"
 """The group of entry points in which other packages name their rules: `name = module:Class`."""
 
 Judging = Literal["token", "block"]
-"""How kernels judge a chain: as the rule of that name."""
+"""How kernels judge a draft: as the rule of that name."""
 
 _Kind = TypeVar("_Kind")
 
@@ -78,7 +78,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class RuleDeclaration:
-    """Holds a rule's name, one line of help, and how kernels for chains judge alike, see `triton_judge`; None: none."""
+    """Holds a rule's name, one line of help, and how kernels judge alike, see `triton_judge`; None: none."""
 
     name: str
     help: str

@@ -224,7 +224,7 @@ def accept(
 def _accept_by_triton(
     by: Judging, batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Do what `accept` does for a chain and a rule that kernels know, in two or three launches."""
+    """Do what `accept` does for a rule that kernels know, in one to three launches."""
     from selfspec.kernels.triton_judge import tried_verdict
 
     draft, uniform, noise = seen.draft, None, None
@@ -235,14 +235,17 @@ def _accept_by_triton(
     def stock() -> Tensor:
         return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
 
-    given = seen.p, draft.probs, draft.tokens, uniform, judged, noise
-    place, token = tried_verdict(given, by, stock).unbind(1)
+    given, tree = (seen.p, draft.probs, draft.tokens, uniform, judged, noise), None
+    if not draft.tree.is_chain:
+        tables = tree_tables(draft.tree, seen.p.device)
+        tree = tables.children, tables.by_turn
+    place, token = tried_verdict(given, by, stock, tree).unbind(1)
     return place, token
 
 
 def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the function that accepts a draft: `accept`, or the same in few launches."""
-    if not runs_triton(seen.p.device) or not len(seen.draft.tree) or not seen.draft.tree.is_chain:
+    if not runs_triton(seen.p.device) or not len(seen.draft.tree):
         return accept
     declared = declaration_of(type(rule))
     by = None if declared is None else declared.by_kernel

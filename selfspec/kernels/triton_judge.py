@@ -1,8 +1,13 @@
-"""Judge chains token by token or as a block on a CUDA device, in Triton: pieces of the vocabulary beside each other."""
+"""Judge drafts token by token or as a block on a CUDA device, in Triton.
+
+Of chains, pieces of the vocabulary are looked at beside each other. Of trees a program looks at all of a row, one child
+after the other, since each is judged against what its earlier siblings leave.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -13,7 +18,7 @@ from selfspec.kernels.trial import Trial
 
 # Tokens that a program processes together.
 _BLOCK = 4096
-_TRIAL = Trial("judging of chains")
+_TRIAL = Trial("judging of drafts")
 
 Given = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -165,6 +170,165 @@ def choose_rows(found, chosen, verdict, vocabulary, pieces, most_pieces: tl.cons
     tl.store(verdict + 2 * row + 1, tl.min(tl.where(score == tl.max(score, 0), tokens, vocabulary), 0))
 
 
+@triton.jit
+def _reject(
+    source,
+    into,
+    total,
+    weight,
+    drawn,
+    tokens,
+    child,
+    vocabulary,
+    is_drawn: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write max(P p - q, 0) to `into`, where p is `source` over `total`; return the sums of both."""
+    rest, mass = 0.0, 0.0
+    for start in range(0, vocabulary, block):
+        token = start + tl.arange(0, block)
+        inside = token < vocabulary
+        here = tl.div_rn(tl.load(source + token, mask=inside, other=0.0), total)
+        taken = _q_of(drawn, tokens, child, vocabulary, token, inside, is_drawn)
+        residual = tl.where(inside, tl.maximum(weight * here - taken, 0.0), 0.0)
+        tl.store(into + token, residual, mask=inside)
+        rest += tl.sum(residual, 0)
+        mass += tl.sum(here, 0)
+    # Others read what a thread wrote.
+    tl.debug_barrier()
+    return rest, mass
+
+
+@triton.jit
+def judge_tree_rows(
+    p,
+    q,
+    tokens,
+    uniform,
+    judged,
+    noise,
+    children,
+    turns,
+    weights,
+    left,
+    verdict,
+    nodes,
+    widest,
+    vocabulary,
+    by_block: tl.constexpr,
+    is_drawn: tl.constexpr,
+    is_sampled: tl.constexpr,
+    is_cut: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Judge the tree of a row, and draw the token after the accepted path; see `judge_tree`.
+
+    `weights`, `[rows, 2, nodes + 1]`, are those of places before and after their children are judged, and `left`,
+    `[rows, 2, vocabulary]`, is what rejected children leave of p. The constants are as in `judge_rows`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    own, drawn, tokens = p + row * (nodes + 1) * vocabulary, q + row * nodes * vocabulary, tokens + row * nodes
+    uniform, judged = uniform + row * nodes, judged + row * nodes
+    weights, left = weights + row * 2 * (nodes + 1), left + row * 2 * vocabulary
+    accepted, one = row * 0, row.to(tl.float32) * 0.0 + 1.0
+    if by_block:
+        tl.store(weights, 1.0)
+        tl.debug_barrier()
+        for place in range(nodes + 1):
+            weight = tl.load(weights + place)
+            total, at, rank = one, row * 0 - 1, row * 0
+            child = tl.load(children + place * widest)
+            while child >= 0:
+                token = tl.load(tokens + child)
+                # What rejected siblings leave of p; nothing was taken yet where `at` is -1.
+                here = tl.where(at < 0, own + place * vocabulary, left + at * vocabulary)
+                ratio = tl.div_rn(tl.load(here + token), total)
+                if is_drawn:
+                    ratio = tl.div_rn(ratio, tl.load(drawn + child * vocabulary + token))
+                    ratio = tl.minimum(ratio, 3.4028234663852886e38)
+                tl.store(weights + child + 1, tl.minimum(weight * ratio, 1.0))
+                rest, mass = _reject(
+                    here,
+                    left + (at == 0) * vocabulary,
+                    total,
+                    weight,
+                    drawn,
+                    tokens,
+                    child,
+                    vocabulary,
+                    is_drawn,
+                    block,
+                )
+                after = tl.where(rest > 0.0, rest / (rest + (1.0 - weight)), tl.where(weight == 1.0, 1.0, 0.0))
+                weight = tl.where(mass > 0.0, after, weight)
+                at = tl.where(rest > 0.0, (at == 0).to(tl.int64), at)
+                total = tl.where(rest > 0.0, rest, total)
+                rank += 1
+                child = tl.load(children + place * widest + rank, mask=rank < widest, other=-1)
+            tl.store(weights + nodes + 1 + place, weight)
+            tl.debug_barrier()
+        for turn in range(nodes):
+            node = tl.load(turns + nodes - turn)
+            within = tl.load(uniform + node - 1) if is_sampled else 0.5
+            stands = within < tl.load(weights + nodes + 1 + node).to(tl.float64)
+            if is_cut:
+                stands = stands & (tl.load(judged + node - 1) != 0)
+            accepted = tl.where(stands & (accepted == 0), node, accepted)
+    weight = tl.load(weights + accepted) if by_block else 1.0
+    total, at, rank = one, row * 0 - 1, row * 0
+    child = tl.load(children + accepted * widest)
+    while child >= 0:
+        here = tl.where(at < 0, own + accepted * vocabulary, left + at * vocabulary)
+        stands = child < 0
+        if not by_block:
+            token = tl.load(tokens + child)
+            chance = tl.div_rn(tl.load(here + token), total)
+            if is_drawn:
+                chance = tl.div_rn(chance, tl.load(drawn + child * vocabulary + token))
+            within = tl.load(uniform + child) if is_sampled else 0.5
+            stands = within < chance.to(tl.float64)
+            if is_cut:
+                stands = stands & (tl.load(judged + child) != 0)
+        if stands:
+            accepted = child + 1
+            total, at, rank = one, row * 0 - 1, row * 0
+        else:
+            rest, mass = _reject(
+                here,
+                left + (at == 0) * vocabulary,
+                total,
+                weight,
+                drawn,
+                tokens,
+                child,
+                vocabulary,
+                is_drawn,
+                block,
+            )
+            if by_block:
+                after = tl.where(rest > 0.0, rest / (rest + (1.0 - weight)), tl.where(weight == 1.0, 1.0, 0.0))
+                weight = tl.where(mass > 0.0, after, weight)
+            at = tl.where(rest > 0.0, (at == 0).to(tl.int64), at)
+            total = tl.where(rest > 0.0, rest, total)
+            rank += 1
+        child = tl.load(children + accepted * widest + rank, mask=rank < widest, other=-1)
+    here = tl.where(at < 0, own + accepted * vocabulary, left + at * vocabulary)
+    best, chosen = float("-inf"), row * 0
+    for start in range(0, vocabulary, block):
+        token = start + tl.arange(0, block)
+        inside = token < vocabulary
+        score = tl.div_rn(tl.load(here + token, mask=inside, other=0.0), total)
+        if is_sampled:
+            score = tl.div_rn(score, tl.load(noise + row * vocabulary + token, mask=inside, other=1.0))
+        score = tl.where(inside, score, float("-inf"))
+        most = tl.max(score, 0)
+        first = tl.min(tl.where(score == most, token, vocabulary), 0)
+        chosen = tl.where(most > best, first.to(tl.int64), chosen)
+        best = tl.maximum(best, most)
+    tl.store(verdict + 2 * row, accepted)
+    tl.store(verdict + 2 * row + 1, chosen)
+
+
 def judge_chain(
     p: Tensor,
     q: Tensor | None,
@@ -207,8 +371,51 @@ def judge_chain(
     return verdict
 
 
-def tried_verdict(given: Given, by: str, stock: Callable[[], Tensor]) -> Tensor:
-    """Judge by `judge_chain` of its first arguments, or `stock`, the same by torch, if the kernel is not trusted."""
+def judge_tree(
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    uniform: Tensor | None,
+    judged: Tensor | None,
+    noise: Tensor | None,
+    by: str,
+    children: Tensor,
+    turns: Tensor,
+) -> Tensor:
+    """Judge a tree as `judge_chain` does a chain: the deepest accepted place and the token after it, `[rows, 2]`.
+
+    `children` are those of each place in order, -1 after the last, `[nodes + 1, most children]`; `turns` the place that
+    is judged with each turn, the last first, as a block, `[nodes + 1]`.
+    """
+    (rows, nodes), vocabulary = tokens.shape, p.shape[-1]
+    p, q, tokens = p.contiguous(), None if q is None else q.contiguous(), tokens.contiguous()
+    luck, race = (tokens if each is None else each.contiguous() for each in (uniform, noise))
+    cut = tokens if judged is None else judged.contiguous().view(torch.uint8)
+    verdict, weights = tokens.new_empty(rows, 2), p.new_empty(rows, 2, nodes + 1)
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(p):
+        judge_tree_rows[rows,](
+            *(p, p if q is None else q, tokens, luck, cut, race, children, turns, weights),
+            *(p.new_empty(rows, 2, vocabulary), verdict, nodes, children.shape[1], vocabulary),
+            by_block=by == "block",
+            is_drawn=q is not None,
+            is_sampled=uniform is not None,
+            is_cut=judged is not None,
+            block=min(_BLOCK, triton.next_power_of_2(vocabulary)),
+            num_warps=16,
+            enable_fp_fusion=False,
+        )
+    return verdict
+
+
+def tried_verdict(
+    given: Given, by: str, stock: Callable[[], Tensor], tree: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Judge by `judge_chain` or `judge_tree` of its first arguments, or `stock`, the same by torch, if not trusted.
+
+    `tree` are the last two arguments of `judge_tree`; None: the draft is a chain.
+    """
     p, q, _, uniform, judged, _ = given
-    kind = (p.device, p.dtype, q is None, uniform is None, judged is None, by)
-    return _TRIAL.run(kind, lambda: judge_chain(*given, by), stock, most=0.0)
+    kind = (p.device, p.dtype, q is None, uniform is None, judged is None, by, tree is None)
+    kernel = partial(judge_chain, *given, by) if tree is None else partial(judge_tree, *given, by, *tree)
+    return _TRIAL.run(kind, kernel, stock, most=0.0)

@@ -24,6 +24,7 @@ from helpers.drafting import GREEDY, Oracle, stock
 from helpers.reference import every_number, few_octaves, restored
 from helpers.shrunken import shrunken
 from selfspec.accept import Block, TokenLevel
+from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.judge import ended
 from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
@@ -229,6 +230,41 @@ def check_verdicts(device: str, rows: int, nodes: int, vocabulary: int) -> None:
         expected = torch.stack([place, (left if noise is None else left / noise).argmax(-1)], 1)
         found = judge_chain(p, draft.probs, tokens, uniform, judged, noise, by)
         assert torch.equal(found, expected), (by, drawn, sampled, cut, broken, found, expected)
+
+
+# A vocabulary that a program looks at in one go, and one that it does not.
+TREES = [((-1, -1, -1, 0, 0, 1, 3), 40), ((-1, -1, 0, 0, 2, 2), 5000)]
+
+
+def check_trees(device: str, parents: tuple[int, ...], vocabulary: int) -> None:
+    """Trees, drawn or not, sampled or decided, cut or not, are judged as the rules judge them, to the token."""
+    from selfspec.kernels.triton_judge import judge_tree
+
+    tree, rows = Tree(parents), 8
+    tables, nodes = tree_tables(tree, torch.device(device)), len(parents)
+    rules: tuple[tuple[Any, Any], ...] = ((TokenLevel(), "token"), (Block(), "block"))
+    for (rule, by), drawn, sampled, cut in product(rules, *[(True, False)] * 3):
+        logits = torch.randn(rows, nodes + 1, vocabulary, device=device)
+        p = logits.softmax(-1)
+        q = (logits[:, tables.parents] + torch.randn(rows, nodes, vocabulary, device=device)).softmax(-1)
+        tokens = torch.where(
+            torch.rand(rows, nodes, device=device) < 0.5, p[:, tables.parents].argmax(-1), q.argmax(-1)
+        )
+        if not sampled:
+            p = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        p[0, nodes // 2] = 0.0
+        uniform = torch.rand(rows, nodes, device=device, dtype=torch.float64) / 2 if sampled else None
+        noise = torch.empty(rows, vocabulary, device=device).exponential_().clamp_min_(1e-38) if sampled else None
+        judged = tables.depths[1:] <= torch.randint(tree.depth + 1, (rows, 1), device=device) if cut else None
+        draft = Draft(tokens, tree, q if drawn and sampled else None)
+        draft = draft if judged is None else ended(draft, judged, p)
+        chances = rule.accept_probs(draft, p, logits)
+        mask = chances > 0.5 if uniform is None else uniform < chances
+        place = rule.accepted(mask if judged is None else mask & judged, tree)
+        left = rule.recovery_probs(draft, p, place)
+        expected = torch.stack([place, (left if noise is None else left / noise).argmax(-1)], 1)
+        found = judge_tree(p, draft.probs, tokens, uniform, judged, noise, by, tables.children, tables.by_turn)
+        assert torch.equal(found, expected), (by, drawn, sampled, cut, found, expected)
 
 
 WIDTHS = (1, 48, 64, 1003)
@@ -520,6 +556,7 @@ CHECKS: dict[str, list[tuple[Callable[..., None], Given]]] = {
     "others": [
         (check_slots, product(DTYPES)),
         (check_verdicts, VERDICTS),
+        (check_trees, TREES),
         (check_norms, product((torch.float32, torch.float16, torch.bfloat16))),
         (check_added_norms, product((torch.float32, torch.float16, torch.bfloat16))),
         (check_cache, product((torch.float32, torch.float16, torch.bfloat16))),
@@ -536,6 +573,8 @@ def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
         return given in ((1, torch.float32), (3, torch.float32))
     if check is check_attention and torch.float16 in given:
         return False
+    if check is check_trees:
+        return given == TREES[0]
     if torch.bfloat16 not in given or check in (
         check_slots,
         check_norms,
