@@ -32,15 +32,12 @@ from selfspec.placement.stored import PAGE, MappedFiles, StoredTensor, StoredWei
 _LOG = getLogger(__name__)
 
 
-def exact_format(name: str | None) -> Format:
+def exact_format(name: str) -> Format:
     """Return the format that keeps a model's weights; refuse a name that is none."""
     exact = {each: kind for each, kind in formats().items() if kind.exact and kind.packs}
     if name not in exact:
         known = " or ".join(map(repr, exact))
-        raise UnsupportedOptionError(
-            f"weights={name!r}: write {known} to pack them, or give memory; selfspec.wrap takes a model as "
-            "transformers loads it"
-        )
+        raise UnsupportedOptionError(f"weights={name!r}: write {known} to pack them, or leave it out")
     return exact[name]()
 
 

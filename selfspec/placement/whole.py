@@ -40,6 +40,8 @@ from selfspec.placement.survey import Survey, survey
 from selfspec.placement.weight_source import WeightSource, source_for
 from selfspec.process import free_bytes, give_large_blocks_back
 
+# Of the memory there is, what a budget takes: the rest is for the system.
+_OF_MEMORY = 0.85
 CONTEXT = 512
 """Tokens of prompt and text that a model is loaded for where nobody says how many."""
 
@@ -183,11 +185,18 @@ def check_room(name: str, surveyed: Survey, split: Split) -> None:
     """Refuse to load what the memory there is does not hold."""
     there = surveyed.source.available()
     if there is not None and split.total > there:
-        size = f"{int(0.85 * there / 2**20)}MiB"
-        remedy = "take a checkpoint in fewer bits, or whose weights can be streamed (docs/memory.md)"
-        if surveyed.skeleton.deferred:
+        size = budget_within(surveyed, there)
+        remedy = "neither can it be streamed in that: take a checkpoint in fewer bits"
+        if size is not None:
             remedy = f"stream what does not fit: selfspec.load(..., memory={size!r}), --memory {size}"
         raise UnsupportedOptionError(
             f"{name} takes {shown_bytes(split.total)} with {surveyed.context:,} tokens ({split.told}), and "
             f"{surveyed.source.name} has {shown_bytes(there)}; {remedy}"
         )
+
+
+def budget_within(surveyed: Survey, there: int) -> str | None:
+    """Return the budget to stream a checkpoint within the memory there is; None: there is too little, or it cannot."""
+    size, least = int(_OF_MEMORY * there), replace(surveyed, context=min(CONTEXT, surveyed.context), pieces=True)
+    streams = surveyed.skeleton.deferred and Split(least.memory, 0, None).total <= size
+    return f"{size // 2**20}MiB" if streams else None

@@ -27,10 +27,8 @@ from selfspec.placement.packed import exact_format, has_packed_weights
 from selfspec.placement.quantised import quantisation_of
 from selfspec.placement.stored import StoredTensor, stored_tensors
 from selfspec.placement.survey import Survey
-from selfspec.placement.whole import hold_packed, load_whole
+from selfspec.placement.whole import budget_within, hold_packed, load_whole
 
-# Of the memory, what a budget takes: the rest is for the system.
-_OF_MEMORY = 0.85
 CONTEXT = 4096
 """Tokens that the account is of."""
 
@@ -142,8 +140,7 @@ def prospects(
     gain = clear_gain(cost, device, widening(model, find_adapter(model)))
     split = surveyed.memory.whole(None if gain is None else default.name)
     fits = memory is None or split.total <= memory
-    streams = not fits and bool(surveyed.skeleton.deferred)
-    budget = f"{int(_OF_MEMORY * (memory or 0) / 2**20)}MiB" if streams else None
+    budget = None if memory is None or fits else budget_within(surveyed, memory)
     profile, doubt = None, ""
     if fits and not encodes:
         try:

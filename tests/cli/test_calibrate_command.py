@@ -23,6 +23,7 @@ from selfspec.measure.summary import describe
 from selfspec.model.registry import find_adapter
 from selfspec.model.sizes import bytes_read
 from selfspec.placement.drafts import placement_of
+from selfspec.placement.weight_source import FromDisk
 
 pandas = pytest.importorskip("pandas")
 
@@ -219,10 +220,13 @@ def test_what_was_measured_is_said(invoke: Invoke, said: Said, folder: str, stor
 
 
 def test_a_checkpoint_larger_than_memory_is_streamed(said: Said, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 2**20)
+    monkeypatch.setattr(FromDisk, "in_use", lambda _: 0)
+    monkeypatch.setattr("selfspec.placement.whole._OF_MEMORY", 1.0)
+    there = sum(said(folder)["here"]["account"].values()) - 1
+    monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: there)
     here = said(folder)["here"]
     assert not here["fits"]
-    assert here["commands"][-1] == f"selfspec generate {folder} --memory 0MiB --prompt TEXT"
+    assert here["commands"][-1] == f"selfspec generate {folder} --memory {there // 2**20}MiB --prompt TEXT"
 
 
 def test_an_encoder_decoder_is_run_from_python(said: Said, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from selfspec.measure.summary import describe
 from selfspec.measure.timing import peak_memory
 from selfspec.placement.stored import MappedFiles
 from selfspec.placement.weight_source import FromDisk
-from selfspec.placement.whole import account, load_whole, survey_whole
+from selfspec.placement.whole import CONTEXT, account, load_whole, survey_whole
 
 
 def same(found: PreTrainedModel, folder: Path, dtype: torch.dtype | str = "auto") -> None:
@@ -63,10 +63,14 @@ def test_a_folder_is_loaded_without_a_budget(tmp_path: Path) -> None:
 
 def test_too_little_memory_is_told_before_a_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.llama().save_pretrained(tmp_path)
-    monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda: 2**20)
+    monkeypatch.setattr(FromDisk, "in_use", lambda _: 0)
+    monkeypatch.setattr("selfspec.placement.whole._OF_MEMORY", 1.0)
     monkeypatch.setattr(MappedFiles, "read", lambda *_: pytest.fail("a weight was read"))
-    with pytest.raises(UnsupportedOptionError, match=r"takes .* for the process.*has 1.00 MiB; stream.*--memory 0MiB"):
-        selfspec.load(tmp_path)
+    needed = account(survey_whole(str(tmp_path), None, CONTEXT, FromDisk()), None).total
+    for there, remedy in ((needed - 1, r"stream what.*--memory \d+MiB"), (2**20, "neither can it be streamed")):
+        monkeypatch.setattr("selfspec.placement.weight_source.machine_bytes", lambda there=there: there)
+        with pytest.raises(UnsupportedOptionError, match=f"takes .* for weights that stay.*{remedy}"):
+            selfspec.load(tmp_path)
 
 
 def test_the_peak_of_a_load_is_the_model(tmp_path: Path) -> None:
