@@ -165,7 +165,9 @@ def serve(
             aliases=address.alias or (),
         )
         local = _is_local(address.host)
-        hosts = ["localhost", "127.0.0.1", "[::1]", address.host] if local else ["*"]
+        # A proxy keeps the name that it was asked by, and a page does not know the key.
+        open_here = local and address.api_key is None
+        hosts = ["localhost", "127.0.0.1", "[::1]", address.host] if open_here else ["*"]
         app = create_app(served, address.api_key, bounds.stop_seconds, address.cors or (), hosts)
         port = bound.getsockname()[1]
         url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}"

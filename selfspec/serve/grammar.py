@@ -249,7 +249,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: frozenset[int]) -> None:
-        self._special = {text: number for number, text in _special_tokens(tokenizer).items()}
+        # Those that no text is written with.
+        special = ((number, token) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = {str(token): number for number, token in special}
         self._tokens: Any = None
         self._why_not = ""
         try:
@@ -317,8 +319,3 @@ class Grammars:
                 schema = {"type": "object"}
             found[name] = schema
         return found
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the tokens that no text is written with."""
-    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}

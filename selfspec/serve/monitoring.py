@@ -115,14 +115,15 @@ class RequestLog:
             LOGGER.info(ending, extra={"fields": fields})
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts of requests, and of the engine when they are read; each is labelled with the model's name."""
 
     def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_EngineCollector(model, stats))
-        ProcessCollector(registry=self._registry)
         self._model = model
+        self._stats = stats
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(name, words, ["model_name"], registry=self._registry, buckets=buckets)
@@ -157,15 +158,8 @@ class Metrics:
         """Write all metrics in the text format."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector(Collector):
-    """Reads the engine's own counts when they are asked for."""
-
-    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
-        self._model = model
-        self._stats = stats
-
     def collect(self) -> Iterable[Metric]:
+        """Read the engine's own counts."""
         stats, families = self._stats(), {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         rows, drafts = stats.running + stats.prefilling, stats.rounds - stats.plain_rounds
         used = stats.cache_bytes / stats.cache_bound

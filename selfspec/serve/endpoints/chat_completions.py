@@ -68,7 +68,8 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     def one(index: int, choice: Choice) -> Body:
         message: Body = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
-            message |= {"content": choice.text or None, "tool_calls": list(map(_call, choice.calls))}
+            calls = [called(call.id, call.name, call.arguments) for call in choice.calls]
+            message |= {"content": choice.text or None, "tool_calls": calls}
         if choice.thought:
             message["reasoning_content"] = choice.thought
         reason = choice.finish_reason
@@ -199,16 +200,11 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _call(call: ToolCall) -> Body:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
 def _delta(new: CallDelta) -> Body:
     """Write what is new of a call: its id and name come first and once."""
     if not new.begins:
         return {"index": new.index, "function": {"arguments": new.arguments}}
-    called = _call(new.call)
-    return {"index": new.index, **called, "function": {**called["function"], "arguments": new.arguments}}
+    return {"index": new.index, **called(new.call.id, new.call.name, new.arguments)}
 
 
 def _chunk(index: int, delta: Body, logprobs: Body | None = None, reason: str | None = None) -> Body:
@@ -314,7 +310,7 @@ class ItemsForm(Form):
 
 
 def called(id_: str, name: str, arguments: str) -> Body:
-    """Write a call of an earlier answer, as chats have it."""
+    """Write a call as chats have it."""
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
