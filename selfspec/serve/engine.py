@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TypeVar
@@ -159,23 +159,29 @@ class Engine:
         """
         self._check_running()
         check_callables("on_event", None if on_event is None else [on_event])
-        row = read_row(self._decoder, request)
-        if not self._budget.fits_alone(row.longest):
-            raise CannotFitError(
-                f"the prompt ({row.length} tokens) plus max_new_tokens ({request.max_new_tokens}) takes "
-                f"{self._budget.sizes.of(1, row.longest)} bytes of the cache, which may have {self._budget.bound}: "
-                f"{self._budget.longest} tokens; ask for fewer, or raise cache_bytes"
-            )
-        ticket = Ticket(on_event)
+        return self.submit_all([request], [Ticket(on_event)])[0]
+
+    def submit_all(self, requests: Sequence[RowRequest], tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        """Take several requests at once, so that those of one prompt read it once; see `submit`."""
+        self._check_running()
+        rows = [read_row(self._decoder, request) for request in requests]
+        for row, request in zip(rows, requests, strict=True):
+            if not self._budget.fits_alone(row.longest):
+                raise CannotFitError(
+                    f"the prompt ({row.length} tokens) plus max_new_tokens ({request.max_new_tokens}) takes "
+                    f"{self._budget.sizes.of(1, row.longest)} bytes of the cache, which may have {self._budget.bound}: "
+                    f"{self._budget.longest} tokens; ask for fewer, or raise cache_bytes"
+                )
         with self._changed:
             self._check_running()
             waiting = len(self._incoming) + self._scheduler.waiting
             if waiting >= self._max_waiting:
                 raise QueueFullError(f"{waiting} requests wait, the most that may; try again later")
-            self._incoming.append(Entry(self._arrivals, ticket, row, row.length))
-            self._arrivals += 1
+            for row, ticket in zip(rows, tickets, strict=True):
+                self._incoming.append(Entry(self._arrivals, ticket, row, row.length))
+                self._arrivals += 1
             self._changed.notify_all()
-        return ticket
+        return tickets
 
     def stats(self) -> EngineStats:
         """Count what runs and what was done."""

@@ -393,8 +393,11 @@ def test_usage_says_what_was_not_read(server: Running) -> None:
     options = {"include_usage": True}
     last = server.complete(prompt=prompt, temperature=0, stream=True, stream_options=options).events[-1]
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    usage = server.complete(prompt=[prompt, prompt[:-4]], n=3).body["usage"]
+    before = server.served.engine.stats().prompt_tokens
+    usage = server.complete(prompt=[prompt, "Tom " + prompt], n=3).body["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    # Of three answers one reads what is new.
+    assert server.served.engine.stats().prompt_tokens - before < usage["prompt_tokens"] // 2 + 2
     assert b"vllm:prefix_cache_hits_total" in server.ask("/metrics").raw
 
 

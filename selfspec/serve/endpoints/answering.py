@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -385,9 +384,8 @@ class Answering:
         self._until = self._begun + self._most_seconds
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, float, Event]] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
-        self._lock = threading.Lock()
-        self._given_up = False
+        # One that is cancelled before it is handed over ends before it is read.
+        self._tickets = [Ticket(self._listener(index)) for index in range(len(rows))]
         tools, thoughts = work.tools, work.thoughts
         shown = frozenset(tools.shown if tools else ()) | (thoughts.shown if thoughts else frozenset())
         self.choices = [
@@ -404,25 +402,14 @@ class Answering:
 
     def submit(self) -> None:
         """Hand every row to the engine, or none. May be called from any thread."""
-        for index, row in enumerate(self._rows):
-            try:
-                ticket = self._engine.submit(row, self._listener(index))
-            except SelfSpecError as error:
-                self.cancel()
-                raise api_error(error, "max_tokens") from error
-            with self._lock:
-                self._tickets.append(ticket)
-                given_up = self._given_up
-            if given_up:
-                ticket.cancel()
-                return
+        try:
+            self._engine.submit_all(self._rows, self._tickets)
+        except SelfSpecError as error:
+            raise api_error(error, "max_tokens") from error
 
     def cancel(self) -> None:
-        """End what still runs."""
-        with self._lock:
-            self._given_up = True
-            tickets = list(self._tickets)
-        for ticket in tickets:
+        """End what still runs, or was not handed over yet."""
+        for ticket in self._tickets:
             ticket.cancel()
 
     async def pieces(self) -> AsyncIterator[NewPiece]:
