@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import pytest
@@ -19,7 +19,7 @@ from helpers.http_server import NAME, Running, running
 from helpers.published_templates import PUBLISHED
 from helpers.tokenizers import BARE
 from selfspec.serve.chat.template import ChatTemplate
-from selfspec.serve.events import Committed, Event, Finished, Ticket
+from selfspec.serve.events import Committed, Finished, Ticket
 from selfspec.serve.row_request import RowRequest
 
 pytest.importorskip("openai")
@@ -304,20 +304,22 @@ def test_llm(url: str) -> None:
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 NAMES = ("weather", "time")
 CALLS: list[tuple[str, Any]] = [("weather", {"city": "Zürich } 5", "days": 3}), ("time", {})]
-Read = tuple[str, list[tuple[str, Any]]]
+Read = tuple[str, str, list[tuple[str, Any]]]
+"""What a client reads of an answer: its thought, its text, its calls."""
 
 
 def says(server: Running, monkeypatch: pytest.MonkeyPatch, text: str, at_once: bool) -> None:
     """Let the engine answer with a text, all at once or token by token."""
     tokens = server.served.tokenizer(text, add_special_tokens=False).input_ids
 
-    def submit(_: RowRequest, listen: Callable[[Event], object]) -> Ticket:
-        for each in [tuple(tokens)] if at_once else [(token,) for token in tokens]:
-            listen(Committed(each, None, 0, 0))
-        listen(Finished("stop", None, 1, len(tokens), 0, 0))
-        return Ticket(listen)
+    def submit_all(_: Sequence[RowRequest], tickets: Sequence[Ticket]) -> Sequence[Ticket]:
+        for ticket in tickets:
+            for each in [tuple(tokens)] if at_once else [(token,) for token in tokens]:
+                ticket.deliver(Committed(each, None, 0, 0))
+            ticket.deliver(Finished("stop", None, 1, len(tokens), 0, 0))
+        return tickets
 
-    monkeypatch.setattr(server.served.engine, "submit", submit)
+    monkeypatch.setattr(server.served.engine, "submit_all", submit_all)
 
 
 def openai_chat(url: str) -> Iterator[Read]:
@@ -331,7 +333,9 @@ def openai_chat(url: str) -> Iterator[Read]:
         message, calls = each.choices[0].message, each.choices[0].message.tool_calls or []
         assert each.choices[0].finish_reason == ("tool_calls" if calls else "stop")
         assert len({call.id for call in calls}) == len(calls)
-        yield message.content or "", [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+        thought = getattr(message, "reasoning_content", None) or ""
+        called = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+        yield thought, message.content or "", called
 
 
 def openai_responses(url: str) -> Iterator[Read]:
@@ -343,7 +347,8 @@ def openai_responses(url: str) -> Iterator[Read]:
             answers.append(events.get_final_response())
     for each in answers:
         calls = [item for item in each.output if item.type == "function_call"]
-        yield each.output_text, [(call.name, json.loads(call.arguments)) for call in calls]
+        thoughts = [part.text for item in each.output if item.type == "reasoning" for part in item.content or ()]
+        yield "".join(thoughts), each.output_text, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def anthropic_chat(url: str) -> Iterator[Read]:
@@ -358,7 +363,8 @@ def anthropic_chat(url: str) -> Iterator[Read]:
         uses = [block for block in each.content if block.type == "tool_use"]
         assert each.stop_reason == ("tool_use" if uses else "end_turn")
         text = "".join(block.text for block in each.content if block.type == "text")
-        yield text, [(use.name, use.input) for use in uses]
+        thought = "".join(block.thinking for block in each.content if block.type == "thinking")
+        yield thought, text, [(use.name, use.input) for use in uses]
 
 
 @pytest.fixture(scope="module")
@@ -377,13 +383,16 @@ def test_clients_read_calls(
 ) -> None:
     shape, url = PUBLISHED[name], f"http://127.0.0.1:{saying.port}"
     monkeypatch.setattr(saying.served.tokenizer, "chat_template", shape.source)
-    monkeypatch.setattr(saying.served, "template", ChatTemplate(saying.served.tokenizer))
+    template = ChatTemplate(saying.served.tokenizer)
+    monkeypatch.setattr(saying.served, "template", template)
     for thought in (shape.thought.format("Let me see."), ""):
+        apart, before = ("Let me see.", "") if thought and template.writer(True).thinks else ("", thought)
         for count in (1, 2):
             says(saying, monkeypatch, thought + shape.calls(CALLS[:count]), at_once)
-            assert list(client(url)) == [(thought.rstrip(), CALLS[:count])] * 2
+            assert list(client(url)) == [(apart, before.rstrip(), CALLS[:count])] * 2
         answer = thought + shape.calls([("nobody", {})])
         says(saying, monkeypatch, answer, at_once)
+        said = before + answer.removeprefix(thought)
         for mark in shape.special:
-            answer = answer.replace(mark, "")
-        assert list(client(url)) == [(answer, [])] * 2
+            said = said.replace(mark, "")
+        assert list(client(url)) == [(apart, said, [])] * 2
