@@ -366,11 +366,12 @@ SEAMS = (
     "selfspec.runtime.few_rows",
 )
 KERNELS = {
-    "triton_attention": "block_attention",
-    "triton_slots": "slots_moved",
-    "triton_judge": "judge_chain",
-    "triton_norms": "rms_norm",
-    "triton_rotary": "rotated",
+    "block_attention": "triton_attention",
+    "slots_moved": "triton_slots",
+    "judge_chain": "triton_judge",
+    "judge_tree": "triton_judge",
+    "rms_norm": "triton_norms",
+    "rotated": "triton_rotary",
 }
 
 
@@ -392,7 +393,7 @@ def check_decoding(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.
             inside.enter_context(mock.patch(f"{seam}.runs_triton", return_value=True))
         watched = {
             name: inside.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
-            for module, name in ((import_module(f"selfspec.kernels.{file}"), name) for file, name in KERNELS.items())
+            for module, name in ((import_module(f"selfspec.kernels.{file}"), name) for name, file in KERNELS.items())
         }
         assert torch.equal(spec.generate(ids, max_new_tokens=8, **sampled).sequences, expected)
     calls = {name: each.call_count for name, each in watched.items()}
@@ -487,7 +488,7 @@ def check_order_of_planes(device: str, rows: int, dtype: torch.dtype) -> None:
 def decoding() -> None:
     with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
         drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0, "accept": "block"}
-        check_decoding(Tree((-1, -1, 0, 0, 1)), 3, GREEDY)
+        check_decoding(Tree((-1, -1, 0, 0, 1)), 4, GREEDY)
         check_decoding(Tree.chain(3), 3, drawn)
         check_decoding(Tree.chain(3), 4, GREEDY, torch.float32)
 
