@@ -56,18 +56,9 @@ def free_port() -> int:
 def serving(
     command: Sequence[str], port: int, threads: int, log: Path, ready: str = "/health", seconds: float = 120
 ) -> Iterator[ServerProcess]:
-    """Start a server, wait until it answers, and end it afterwards.
+    """Start a server, wait until it answers at `ready`, and end it afterwards.
 
-    Args:
-        command: that starts it.
-        port: that it listens on.
-        threads: of its computations.
-        log: what it writes.
-        ready: a place that is answered once it is ready.
-        seconds: to wait for that.
-
-    Raises:
-        RuntimeError: it ended, or does not answer in time.
+    A RuntimeError: it ended, or does not answer in so many seconds.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with log.open("ab") as written:
@@ -95,17 +86,10 @@ def serving(
 
 @dataclass
 class Answer:
-    """Answer to one request.
+    """Answer to one request, when it was asked and when each piece of text came, by `time.perf_counter`.
 
-    Attributes:
-        status: of HTTP; 0: the connection broke before there was one.
-        text: of the first answer.
-        finish_reason: why it ended; None: it did not.
-        usage: as the server counts it; empty without a usage event.
-        begun: when it was asked, by `time.perf_counter`.
-        times: when each piece of text came.
-        left: whether the client left before the end.
-        error: as the server wrote it.
+    A status of 0: the connection broke before there was one. A finish reason of None: the answer did not end; `left`:
+    the client left before the end.
     """
 
     status: int = 0
@@ -119,14 +103,7 @@ class Answer:
 
 
 async def ask(port: int, path: str, body: dict[str, Any] | bytes, leave_after: int | None = None) -> Answer:
-    """Send one request and read its answer.
-
-    Args:
-        port: of the loopback.
-        path: of the endpoint.
-        body: as JSON, or as it is sent.
-        leave_after: pieces after which the client leaves; None: it stays.
-    """
+    """Send one request and read its answer; the client leaves after so many pieces of it."""
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = Answer(begun=time.perf_counter())
     try:

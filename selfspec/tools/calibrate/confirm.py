@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from selfspec.api import SelfSpeculative
 from selfspec.control import CostAware
@@ -20,6 +18,8 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.expected_time import Watch
 from selfspec.tools.calibrate.candidates import Candidate, costs_of
 from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.lab.arms import Prompts
+from selfspec.tools.lab.turns import beginning_with
 
 # Arms that go on after the first timed turn, besides plain decoding.
 _KEPT = 3
@@ -116,9 +116,7 @@ def confirm(
     going = arms
     for turn in range(-_WARM_UPS, asked.repeats):
         for number, prompt in enumerate(prompts):
-            running = [reference, *going]
-            start = (turn + number) % len(running)
-            for arm in [*running[start:], *running[:start]]:
+            for arm in beginning_with([reference, *going], turn + number):
                 progress.step(f"confirming {arm.name} at temperature {temperature:g}")
                 stats = _generated(arm.spec, prompt, temperature, asked, asked.seed + number)
                 if turn >= 0:
@@ -142,11 +140,10 @@ def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[s
     for start in range(0, max(len(prompts), texts), rows):
         group = []
         for times, number in (divmod(row, len(prompts)) for row in range(start, start + rows)):
-            prompt = prompts[number][0]
-            group.append(prompt[: max(1, len(prompt) - times)])
-        parts = {"input_ids": group, "attention_mask": [torch.ones_like(row) for row in group]}
-        padded = {name: pad_sequence(part, batch_first=True, padding_side="left") for name, part in parts.items()}
-        grouped.append(padded)
+            prompt = prompts[number]
+            group.append(prompt[:, : max(1, prompt.shape[1] - times)])
+        padded = Prompts.padded(group)
+        grouped.append({"input_ids": padded.ids, "attention_mask": padded.mask})
     return grouped
 
 

@@ -267,12 +267,13 @@ class _Studying:
         if "error" in found[0]:
             return list(rows)
         prices = Prices.of(found[0])
-        return [self._priced(row, prices) if "shapes" in row and row.get("draft") else row for row in rows]
-
-    def _priced(self, row: Row, prices: Prices) -> Row:
-        # Of what chooses its path as it goes, the path that it took last.
-        drafter = self.studied.given.drafter(row.get("path") or row["draft"])
-        return prices.of_draft(drafter, self.studied.model, self.studied.adapter).priced(row)
+        model, adapter, drafter = self.studied.model, self.studied.adapter, self.studied.given.drafter
+        return [
+            prices.of_draft(drafter(row["draft"]), model, adapter).priced(row)
+            if "shapes" in row and row.get("draft")
+            else row
+            for row in rows
+        ]
 
 
 def _prompts(texts: Sequence[Continuation]) -> list[Prompts]:

@@ -24,17 +24,11 @@ _FEW = 16
 class PeakMemory:
     """Memory of one call, in bytes: of the loaded weights, and at the peak, the weights included.
 
-    It is counted by "torch", or by the "system": the resident set without Python and its libraries.
+    Torch counts it, or the system: the resident set without Python and its libraries.
     """
 
     weights: int
     peak: int
-    counted_by: str
-
-    @property
-    def growth(self) -> int:
-        """Bytes of the call above the weights."""
-        return self.peak - self.weights
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ def _measure(job: _Job) -> PeakMemory | None:
     growth = peak_memory(lambda: arm.decode(prompts, job.cell, seed=0), job.device)
     if growth is None:
         return None
-    return PeakMemory(weights, loaded - before + growth, "torch" if _counts(job.device) else "system")
+    return PeakMemory(weights, loaded - before + growth)
 
 
 def _in_use(device: torch.device) -> int:

@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from selfspec.decode.output import Stats
 from selfspec.measure.rounding import Bound, tie_gap, widths_of
 from selfspec.measure.stock import bare, read_reference, stepwise_logits
 from selfspec.measure.timing import Call
@@ -34,12 +33,6 @@ class ArmRun:
     absence: str | None = None
     calls: list[list[Call]] = field(default_factory=list)
     agreement: TextAgreement | None = None
-
-    @property
-    def counts(self) -> Stats | None:
-        """Counts of all calls together; None if the arm is not selfspec's."""
-        stats = [call.stats for calls in self.calls for call in calls if call.stats is not None]
-        return Stats.together(stats) if stats else None
 
 
 def measure(
@@ -68,7 +61,7 @@ def measure(
         for result in running:
             result.calls.append([])
         for number, batch in enumerate(prompts):
-            for result in _beginning_with(running, repeat + number):
+            for result in beginning_with(running, repeat + number):
                 tick()
                 result.calls[-1].append(result.arm.decode(batch, cell, seed=repeat * len(prompts) + number))
     if not cell.sampled and running and running[0].arm.spec.kind == "generate":
@@ -100,7 +93,7 @@ def _pairs(reference: ArmRun, result: ArmRun, prompts: Sequence[Prompts]) -> lis
     ]
 
 
-def _beginning_with(items: Sequence[_Item], turn: int) -> list[_Item]:
+def beginning_with(items: Sequence[_Item], turn: int) -> list[_Item]:
     """Return all items in their order, of which another one is the first in every turn."""
     start = turn % len(items) if items else 0
     return [*items[start:], *items[:start]]
@@ -127,7 +120,7 @@ def race(
     turns, longest = 0, 0.0
     while not turns or clock() + longest < until:
         started, number, calls = clock(), turns % len(prompts), dict[tuple[Cell, int], Call]()
-        for cell, place in product(cells, _beginning_with(range(len(arms)), turns)):
+        for cell, place in product(cells, beginning_with(range(len(arms)), turns)):
             if turns and clock() > until:
                 return found
             tick()

@@ -15,7 +15,6 @@ import torch
 from jinja2 import TemplateError
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
@@ -26,6 +25,7 @@ from selfspec.measure.prompts import Message
 from selfspec.measure.stock import end_tokens
 from selfspec.measure.summary import describe_config
 from selfspec.model.checkpoint import load_tokenizer, read_config
+from selfspec.tools.lab.arms import Prompts
 from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.study import first_error
 from selfspec.tools.train.recipe import Course, Texts
@@ -328,10 +328,8 @@ def written_text(
     ends = torch.tensor(sorted(end_tokens(model)), dtype=torch.long)
     for start in range(len(written), len(begun), _WRITTEN):
         rows = [torch.tensor(begun[place]) for place in order[start : start + _WRITTEN]]
-        some, mask = (
-            pad_sequence(part, batch_first=True, padding_side="left").to(model.device)
-            for part in (rows, [torch.ones_like(row) for row in rows])
-        )
+        asked = Prompts.padded([row[None] for row in rows])
+        some, mask = asked.ids.to(model.device), asked.mask.to(model.device)
         more = own_text(model, some, course.length - some.shape[1], temperature, course.seed + start, mask).cpu()
         more = torch.stack([row.roll(len(first) - some.shape[1]) for row, first in zip(more, rows, strict=True)])
         learnt = torch.stack(

@@ -32,7 +32,8 @@ class LayerSkipLesson(Lesson):
     """
 
     def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Blocks) -> None:
-        self.model: PreTrainedModel = base.model
+        # Loaded to decode, weights ask for no gradient.
+        self.model: PreTrainedModel = base.model.requires_grad_(True)
         self._tokenizer = base.tokenizer
         self._adapter = find_adapter(base.model)
         self._layers = self._adapter.decoder_layers(base.model)

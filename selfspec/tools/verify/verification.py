@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from selfspec.accept import find_rule
@@ -25,7 +24,7 @@ from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths
 from selfspec.measure.stock import Reference, bare, read_reference, stepwise_logits
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import RuntimeName, runtime_named
+from selfspec.tools.lab.arms import Prompts, RuntimeName, runtime_named
 from selfspec.tools.verify.comparison import Check, Comparison, forced_logits, sampled_texts
 from selfspec.tools.verify.fit import NEW_TOKENS, check_fits, choose_places
 from selfspec.tools.verify.report import DraftReport, VerifyReport
@@ -225,16 +224,16 @@ def check_coupled(
     watch: Watch,
 ) -> dict[str, dict[str, Comparison]]:
     """Sample from all prompts in one batch, by plain decoding and every draft; compare by draft and coupling rule."""
-    rows = [prompt[0] for prompt in prompts]
     # Of different lengths, so that rows advance by different amounts.
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    asked = Prompts.padded(prompts)
     compared: dict[str, dict[str, Comparison]] = {name: {} for name in tested}
     for rule in settings.coupled_rules:
         texts = {}
         for name, spec in tested.items():
             watch.step(f"{rule} sampling: {name}")
-            texts[name] = sampled_texts(spec, ids, rule, settings.max_new_tokens, seed=settings.seed, mask=mask)
+            texts[name] = sampled_texts(
+                spec, asked.ids, rule, settings.max_new_tokens, seed=settings.seed, mask=asked.mask
+            )
         plain, *drafting = texts.items()
         for name, found in drafting:
             compared[name][rule] = comparison = Comparison(Check.COUPLED, name, rule)
