@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from selfspec.errors import CheckpointError
-from selfspec.formats.groups import Groups
+from selfspec.formats.groups import Groups, unpacked
+from selfspec.formats.words import WordsOfAwq, WordsOfGptq
 from selfspec.model.checkpoint import weight_files
 from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
 
@@ -32,9 +33,9 @@ def quantisation_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     return None
 
 
-def has_reader(about: Mapping[str, Any]) -> bool:
-    """Return whether weights of this method are read as they lie; others are made dense as the loader makes them."""
-    return str(about.get("quant_method")) in _METHODS
+def is_made_dense(about: Mapping[str, Any]) -> bool:
+    """Return whether the loader makes weights of this method dense by itself, on a CPU."""
+    return about.get("quant_method") in ("fp8", "mxfp4")
 
 
 def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -97,18 +98,82 @@ def groups_of(
     """Return a weight in groups, whose parts lie as `Groups` reads them."""
     if len(shape) != 2 or len(codes.shape) != 2 or len(scales.shape) != 2 or not all(shape):
         raise UnknownQuantisationError(f"{name} of shape {list(shape)}")
-    scale = str(scales.dtype).removeprefix("torch.")
-    format = Groups(32 * codes.shape[1] // shape[1], shape[1] // scales.shape[1], zeros is None, scale)
+    format = Groups(32 * codes.shape[1] // shape[1], shape[1] // scales.shape[1], zeros is None, _name(scales.dtype))
+    return _located(
+        name, shape, format, {"codes": codes, "scales": scales, "zeros": zeros or replace(codes, shape=(0,))}
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _located(name: str, shape: torch.Size, format: Groups, parts: dict[str, StoredTensor]) -> StoredWeight:
     if not format.fits(shape):
         raise UnknownQuantisationError(f"{name} in {format}, with {shape[1]} inputs")
-    parts = {"codes": codes, "scales": scales, "zeros": zeros or replace(codes, shape=(0,))}
     for part, like in format.empty(shape, torch.device("meta")).parts.items():
         if parts[part].shape != tuple(like.shape) or parts[part].dtype != like.dtype:
             raise CheckpointError(
                 f"the {part} of {name} are {parts[part].dtype} {list(parts[part].shape)}, and not {like.dtype} "
                 f"{list(like.shape)}; copy the checkpoint again"
             )
-    return StoredWeight(shape, scales.dtype, parts, format)
+    return StoredWeight(shape, parts["scales"].dtype, parts, format)
+
+
+def _gptq(
+    about: Mapping[str, Any], rest: dict[str, StoredTensor], files: WeightFiles
+) -> Iterator[tuple[str, StoredWeight]]:
+    """Take the weights of GPTQ out of the rest, by name: groups of inputs in their order, of 4 or 8 bits."""
+    version = str(about.get("checkpoint_format") or "gptq")
+    if version not in ("gptq", "gptq_v2") or about.get("dynamic"):
+        raise UnknownQuantisationError(f"GPTQ in {'settings by layer' if about.get('dynamic') else version}")
+    bits, less = int(about["bits"]), int(version == "gptq")
+    if bits not in (4, 8):
+        raise UnknownQuantisationError(f"GPTQ in {bits} bits")
+    for layer in _by_output(rest):
+        name, parts = layer.name, layer.parts
+        words, groups = parts["qweight"].shape[0], parts["scales"].shape[0]
+        inputs = words * 32 // bits
+        size = inputs // groups
+        if layer.order is not None and not torch.equal(files.mapped(layer.order).long(), torch.arange(inputs) // size):
+            raise UnknownQuantisationError(f"groups in the order of activations ({name}.g_idx)")
+        # Libraries differ in what is 1 more than the largest.
+        if less and bool((unpacked(files.mapped(parts["qzeros"]), bits) == (1 << bits) - 1).any()):
+            raise UnknownQuantisationError(f"zeros that are read in two ways ({name}.qzeros)")
+        format = WordsOfGptq(bits, size, scale=_name(parts["scales"].dtype), less=less)
+        shape = torch.Size((parts["scales"].shape[1], inputs))
+        yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts)
+
+
+def _awq(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles) -> Iterator[tuple[str, StoredWeight]]:
+    """Take the weights of AWQ out of the rest, by name: 4 bits with zeros."""
+    version = str(about.get("version") or about.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise UnknownQuantisationError(f"AWQ in {version}")
+    for layer in _by_output(rest):
+        name, parts = layer.name, layer.parts
+        inputs, (groups, outputs) = parts["qweight"].shape[0], parts["scales"].shape
+        format = WordsOfAwq(4, inputs // groups, scale=_name(parts["scales"].dtype))
+        yield f"{name}.weight", _located(f"{name}.weight", torch.Size((outputs, inputs)), format, parts)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Names a quantised layer and locates its parts; `order`: the group of each input."""
+
+    name: str
+    parts: dict[str, StoredTensor]
+    order: StoredTensor | None
+
+
+def _by_output(rest: dict[str, StoredTensor]) -> Iterator[_Layer]:
+    """Take the layers whose outputs lie side by side out of the rest."""
+    for name in [each.removesuffix(".qweight") for each in rest if each.endswith(".qweight")]:
+        parts = {part: rest.pop(f"{name}.{part}", None) for part in WordsOfGptq.parts}
+        found = {part: each for part, each in parts.items() if each is not None and len(each.shape) == 2}
+        if len(found) < len(parts):
+            raise CheckpointError(f"of {name} a part is missing ({', '.join(parts)}); copy the checkpoint again")
+        yield _Layer(name, found, rest.pop(f"{name}.g_idx", None))
 
 
 def why_not_read(folder: Path, config: PreTrainedConfig) -> str | None:
@@ -124,4 +189,4 @@ def why_not_read(folder: Path, config: PreTrainedConfig) -> str | None:
 
 
 _Method = Callable[[Mapping[str, Any], dict[str, StoredTensor], WeightFiles], Iterator[tuple[str, StoredWeight]]]
-_METHODS: dict[str, _Method] = {"compressed-tensors": _compressed}
+_METHODS: dict[str, _Method] = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}

@@ -21,7 +21,7 @@ from selfspec.model.gguf import is_gguf
 from selfspec.placement.gguf_file import gguf_weights
 from selfspec.placement.quantised import (
     UnknownQuantisationError,
-    has_reader,
+    is_made_dense,
     quantisation_of,
     quantised_weights,
     without_quantisation,
@@ -233,7 +233,7 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         weights = gguf_weights(folder, config, files)
     elif is_packed(folder):
         weights = packed_weights(folder, files)
-    elif quantisation is not None and has_reader(quantisation):
+    elif quantisation is not None and not is_made_dense(quantisation):
         weights = _quantised(folder, config, quantisation, files)
         config = without_quantisation(config)
     else:

@@ -27,7 +27,7 @@ def grouped(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Ten
     if symmetric:
         low, high = -torch.maximum(high, -low), torch.maximum(high, -low)
     scales = ((high - low) / levels).clamp(min=1e-6).to(weight.dtype)
-    zeros = torch.full_like(low, 1 << bits - 1) if symmetric else (-low / scales.float()).round().clamp(0, levels)
+    zeros = torch.full_like(low, 1 << bits - 1) if symmetric else (-low / scales.float()).round().clamp(1, levels)
     codes = (parts / scales.float()[..., None] + zeros[..., None]).round().clamp(0, levels)
     return codes.flatten(1).int(), scales, zeros.int()
 
@@ -56,6 +56,20 @@ def compressed_config(bits: int, symmetric: bool, group: int) -> dict[str, objec
         "config_groups": {"group_0": scheme},
         "ignore": ["lm_head"],
     }
+
+
+def gptq(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, less: int = 1) -> dict[str, Tensor]:
+    """Lay a weight out as GPTQ does: `less` is 1 in the first version, and 0 in the second."""
+    order = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // scales.shape[1])
+    found = {"qweight": words(codes, bits).t(), "scales": scales.half().t(), "qzeros": words(zeros.t() - less, bits)}
+    return {**found, "g_idx": order}
+
+
+def awq(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+    """Lay a weight out as AWQ does: words of eight outputs, the even ones first."""
+    order = torch.arange(codes.shape[0]).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+    inside = (words(each.t()[:, order], 4) for each in (codes, zeros))
+    return {"qweight": next(inside), "scales": scales.half().t(), "qzeros": next(inside)}
 
 
 Parts = tuple[Tensor, Tensor, Tensor]

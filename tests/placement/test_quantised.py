@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.copies import plan
-from helpers.quantised import compressed, compressed_config, grouped, save_quantised
+from helpers.quantised import awq, compressed, compressed_config, gptq, grouped, save_quantised
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
 from selfspec.formats.packed import PackedWeight
 from selfspec.model.checkpoint import read_config
@@ -28,17 +28,30 @@ from selfspec.runtime import Native
 
 GROUP = 16
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-by_each_kind = pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (8, False)])
+by_each_kind = pytest.mark.parametrize(
+    ("bits", "symmetric", "library"),
+    [
+        *((4, True, "compressed"), (4, False, "compressed"), (8, True, "compressed"), (8, False, "compressed")),
+        *((4, True, "gptq"), (8, False, "gptq"), (4, False, "gptq_v2"), (4, False, "awq")),
+    ],
+)
 
 
-def saved(folder: Path, bits: int = 4, symmetric: bool = True) -> PreTrainedModel:
-    return save_quantised(
-        tiny.llama(dtype=torch.bfloat16),
-        folder,
-        partial(grouped, bits=bits, group=GROUP, symmetric=symmetric),
-        partial(compressed, bits=bits, symmetric=symmetric),
-        compressed_config(bits, symmetric, GROUP),
-    )
+def saved(folder: Path, bits: int = 4, symmetric: bool = True, library: str = "compressed") -> PreTrainedModel:
+    layout: Any = partial(compressed, bits=bits, symmetric=symmetric)
+    about = compressed_config(bits, symmetric, GROUP)
+    if library == "awq":
+        layout, about = (
+            awq,
+            {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        )
+    elif library != "compressed":
+        layout = partial(gptq, bits=bits, less=int(library == "gptq"))
+        about = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "checkpoint_format": library}
+    # Scales in the dtype in which each library keeps them.
+    dtype = torch.bfloat16 if library == "compressed" else torch.float16
+    rounded = partial(grouped, bits=bits, group=GROUP, symmetric=symmetric)
+    return save_quantised(tiny.llama(dtype=dtype), folder, rounded, layout, about)
 
 
 def packed_names(model: PreTrainedModel) -> set[str]:
@@ -46,8 +59,10 @@ def packed_names(model: PreTrainedModel) -> set[str]:
 
 
 @by_each_kind
-def test_texts_and_programs_are_those_of_the_dense_weights(tmp_path: Path, bits: int, symmetric: bool) -> None:
-    model = saved(tmp_path, bits, symmetric)
+def test_texts_and_programs_are_those_of_the_dense_weights(
+    tmp_path: Path, bits: int, symmetric: bool, library: str
+) -> None:
+    model = saved(tmp_path, bits, symmetric, library)
     found = selfspec.load(tmp_path, dtype="float32").model
     assert len(packed_names(found)) == 7 * found.config.num_hidden_layers
     assert getattr(found.config, "quantization_config", None) is None
@@ -64,9 +79,12 @@ def test_texts_and_programs_are_those_of_the_dense_weights(tmp_path: Path, bits:
     assert all(torch.equal(*pair) for pair in zip(one.logits or (), other.logits or (), strict=True))
 
 
-@pytest.mark.parametrize("draft", ["lookup", "exit:2", "int8", "lookup+int4"])
-def test_drafts_run_over_them(tmp_path: Path, draft: str) -> None:
-    expected = saved(tmp_path, 8).generate(tiny.prompt(9), **OPTIONS)
+@pytest.mark.parametrize(
+    ("draft", "library"),
+    [("lookup", "gptq"), ("exit:2", "compressed"), ("int8", "gptq"), ("lookup+int4", "compressed")],
+)
+def test_drafts_run_over_them(tmp_path: Path, draft: str, library: str) -> None:
+    expected = saved(tmp_path, 8, library=library).generate(tiny.prompt(9), **OPTIONS)
     spec = selfspec.load(tmp_path, dtype="float32", draft=draft)
     assert torch.equal(spec.generate(tiny.prompt(9), **OPTIONS, draft_length=3).sequences, expected)
 
@@ -85,8 +103,8 @@ def test_nothing_is_expanded_and_what_is_saved_is_dense(tmp_path: Path) -> None:
 
 
 @by_each_kind
-def test_codes_are_streamed_as_they_lie(tmp_path: Path, bits: int, symmetric: bool) -> None:
-    model = saved(tmp_path, bits, symmetric)
+def test_codes_are_streamed_as_they_lie(tmp_path: Path, bits: int, symmetric: bool, library: str) -> None:
+    model = saved(tmp_path, bits, symmetric, library)
     surveyed = survey(str(tmp_path), torch.float32, 128, FromDisk())
     codes = [
         weight.parts[part]
@@ -110,8 +128,8 @@ def _about(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps(config))
 
 
-def _tensors(folder: Path, **fields: torch.Tensor | None) -> None:
-    file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight_"
+def _tensors(folder: Path, name: str = "model.layers.0.mlp.up_proj.weight_", **fields: torch.Tensor | None) -> None:
+    file = folder / "model.safetensors"
     changed = load_file(file) | {name + each: tensor for each, tensor in fields.items()}
     save_file({name: each for name, each in changed.items() if each is not None}, file, {"format": "pt"})
 
@@ -137,6 +155,26 @@ def test_what_no_kernel_reads_is_left_to_its_library_and_refused_by_name_within_
     assert not has_packed_weights(str(tmp_path))
     with pytest.raises(UnsupportedModelError, match=f"{words}.*load it without memory="):
         selfspec.load(tmp_path, "2GiB")
+
+
+@pytest.mark.parametrize(
+    ("library", "about", "tensors", "words"),
+    [
+        ("gptq", {"checkpoint_format": "marlin"}, {}, "GPTQ in marlin"),
+        ("gptq", {"dynamic": {"-:.*up_proj": {}}}, {}, "GPTQ in settings by layer"),
+        ("gptq", {}, {"g_idx": torch.arange(64, dtype=torch.int32) % 4}, "in the order of activations"),
+        ("gptq", {}, {"qzeros": torch.full((4, 16), -1, dtype=torch.int32)}, "read in two ways"),
+        ("gptq", {"bits": 2}, {}, "GPTQ in 2 bits"),
+        ("awq", {"version": "gemv"}, {}, "AWQ in gemv"),
+    ],
+)
+def test_what_no_kernel_reads_of_others_is_left_to_its_library(
+    tmp_path: Path, library: str, about: dict[str, Any], tensors: dict[str, torch.Tensor], words: str
+) -> None:
+    saved(tmp_path, library=library)
+    _about(tmp_path, **about)
+    _tensors(tmp_path, "model.layers.0.mlp.up_proj.", **tensors)
+    assert words in str(why_not_read(tmp_path, read_config(str(tmp_path))))
 
 
 @pytest.mark.parametrize(
