@@ -100,7 +100,7 @@ _each("load path", NO_PATHS, lambda g, v: selfspec.load(v, "1GiB"))
 _each("load missing", ["nowhere/at/all", "/nowhere"], lambda g, v: selfspec.load(v, "1GiB"))
 _each("load empty", [None], lambda g, v: selfspec.load(g.folder, "1GiB"))
 _each("load memory",
-    [0, -1, 1.5, True, None, "", "6", "\uff16GiB", "6 GiB or so", b"6GiB", NAN, [6], 1, "1KiB", "9" * 400 + "GiB"],
+    [0, -1, 1.5, True, "", "6", "\uff16GiB", "6 GiB or so", b"6GiB", NAN, [6], 1, "1KiB", "9" * 400 + "GiB"],
     lambda g, v: selfspec.load(SHARED, v))
 _each("load dtype",
     ["float31", "torch.float32", torch.int8, torch.complex64, torch.bool, torch.float8_e4m3fn, 32, True, float,

@@ -128,9 +128,9 @@ def _about(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps(config))
 
 
-def _tensors(folder: Path, name: str = "model.layers.0.mlp.up_proj.weight_", **fields: torch.Tensor | None) -> None:
+def _tensors(folder: Path, fields: dict[str, Any], name: str = "weight_") -> None:
     file = folder / "model.safetensors"
-    changed = load_file(file) | {name + each: tensor for each, tensor in fields.items()}
+    changed = load_file(file) | {f"model.layers.0.mlp.up_proj.{name}{part}": each for part, each in fields.items()}
     save_file({name: each for name, each in changed.items() if each is not None}, file, {"format": "pt"})
 
 
@@ -150,7 +150,7 @@ def test_what_no_kernel_reads_is_left_to_its_library_and_refused_by_name_within_
 ) -> None:
     saved(tmp_path)
     _about(tmp_path, **about)
-    _tensors(tmp_path, **tensors)
+    _tensors(tmp_path, tensors)
     assert words in str(why_not_read(tmp_path, read_config(str(tmp_path))))
     assert not has_packed_weights(str(tmp_path))
     with pytest.raises(UnsupportedModelError, match=f"{words}.*load it without memory="):
@@ -173,7 +173,7 @@ def test_what_no_kernel_reads_of_others_is_left_to_its_library(
 ) -> None:
     saved(tmp_path, library=library)
     _about(tmp_path, **about)
-    _tensors(tmp_path, "model.layers.0.mlp.up_proj.", **tensors)
+    _tensors(tmp_path, tensors, "")
     assert words in str(why_not_read(tmp_path, read_config(str(tmp_path))))
 
 
@@ -187,7 +187,7 @@ def test_what_no_kernel_reads_of_others_is_left_to_its_library(
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Any], words: str) -> None:
     saved(tmp_path)
-    _tensors(tmp_path, **tensors)
+    _tensors(tmp_path, tensors)
     error: type[SelfSpecError] = CheckpointError
     with pytest.raises(error, match=words):
         selfspec.load(tmp_path)
