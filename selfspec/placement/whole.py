@@ -37,7 +37,7 @@ from selfspec.placement.quantised import quantisation_of
 from selfspec.placement.skeleton import Skeleton, names_by_weight, read_dtype, set_weight
 from selfspec.placement.stored import MappedFiles, StoredWeight, is_packed, stored_tensors
 from selfspec.placement.survey import Survey, survey
-from selfspec.placement.weight_source import WeightSource, source_for
+from selfspec.placement.weight_source import FromDisk, WeightSource, source_for
 from selfspec.process import free_bytes, give_large_blocks_back
 
 # Of the memory there is, what a budget takes: the rest is for the system.
@@ -66,19 +66,22 @@ def load_whole(
     """
     format = format_of_weights(name, weights)
     place = device_of(format, device)
-    if place.type in ("cpu", "cuda"):
-        surveyed = survey_whole(name, dtype, context, source_for(place), format)
+    # What other devices have is not known.
+    is_counted = place.type in ("cpu", "cuda")
+    if is_counted or format is not None:
+        surveyed = survey_whole(name, dtype, context, source_for(place) if is_counted else FromDisk(), format)
         split = account(surveyed, draft)
-        check_room(name, surveyed, split)
+        if is_counted:
+            check_room(name, surveyed, split)
         if local_folder(name) is None:
             return load_whole(str(downloaded(name)), weights, dtype, device, draft, context)
         if surveyed.skeleton.deferred:
-            return _filled(surveyed, format, split)
+            return _filled(surveyed, format, split, place)
     return load_to_device(name, read_dtype(dtype) or "auto", place)
 
 
-def _filled(surveyed: Survey, format: Format | None, split: Split) -> PreTrainedModel:
-    made, place = surveyed.skeleton, surveyed.source.device
+def _filled(surveyed: Survey, format: Format | None, split: Split, place: torch.device) -> PreTrainedModel:
+    made = surveyed.skeleton
     if format is None and surveyed.packed:
         warn_without_kernels("quantised weights", place)
     give_large_blocks_back()

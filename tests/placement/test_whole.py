@@ -86,7 +86,7 @@ def test_the_peak_of_a_load_is_the_model(tmp_path: Path) -> None:
 def test_sizes_of_a_quantised_checkpoint_are_those_of_its_files(tmp_path: Path) -> None:
     model = tiny.llama(dtype=torch.float32, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
-    # As GPTQ does: some tensors in place of a weight.
+    # As HQQ does: some tensors in place of a weight.
     tensors = {}
     for name, weight in model.state_dict().items():
         if "_proj" in name:
@@ -97,7 +97,7 @@ def test_sizes_of_a_quantised_checkpoint_are_those_of_its_files(tmp_path: Path) 
             tensors[name] = weight.contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "hqq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     surveyed = survey_whole(str(tmp_path), None, 64, FromDisk())
     wanted = sum(tensor.nbytes for tensor in tensors.values())
