@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,8 +114,9 @@ def rounds(
 ) -> Generator[Round, None, None]:
     """Generate and yield each round; complete `stats` and fill `past`, if given, even if the caller stops early."""
     clock = PhaseClock(batch.last_tokens.device)
-    # Pieces of one text share a prediction.
-    predicted = _predicted(request)
+    # Pieces of one text share a prediction. Held here: at the end of the process this module's names are gone.
+    count = partial(_predicted, request)
+    before = count()
     try:
         with clock.phase("prefill"):
             prefill(batch, request, proposer)
@@ -125,15 +127,14 @@ def rounds(
             try:
                 yield committed
             except GeneratorExit:
-                # Between two rounds the cache is as complete as at the end. At the end of the process this module's
-                # names are gone.
+                # Between two rounds the cache is as complete as at the end.
                 if past is not None:
                     _fill(past, batch, request)
                 raise
         if past is not None:
             _fill(past, batch, request)
     finally:
-        accepted, rejected = (now - then for now, then in zip(_predicted(request), predicted, strict=True))
+        accepted, rejected = (now - then for now, then in zip(count(), before, strict=True))
         stats.predicted, stats.predicted_accepted = accepted + rejected, accepted
         stats.cache_bytes = batch.cache.most_bytes
         stats.substitute_bytes = batch.runner.substitutes.nbytes

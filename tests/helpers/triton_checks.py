@@ -515,17 +515,16 @@ class AgainCaptured(StandIn):
 
 def check_fused(architecture: str, draft: str | None, rows: int) -> None:
     """Captured passes in few launches give the model's own text."""
-    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 2} if architecture == "qwen3" else {}
-    if architecture == "gemma3_text":
-        kinds["layer_types"] = ["full_attention", "sliding_attention"]
+    is_mixed = architecture == "gemma3_text"
+    kinds: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]} if is_mixed else {}
     model = shrunken(architecture, torch.float32, num_hidden_layers=2, **kinds)
     with as_with_triton(), mock.patch("selfspec.runtime.cuda_graphs._LOG.warning") as warned:
         spec = wrapped(model, AgainCaptured(0, 64), None if draft is None else parse_draft(draft))
         prompt = tiny.prompt(5, rows)
-        assert_stock(spec, prompt, 6)
+        assert_stock(spec, prompt, 4)
         # Several rows write different slots.
         mask = torch.arange(5) >= 2 * torch.arange(rows)[:, None]
-        options: dict[str, Any] = {"attention_mask": mask.long(), "max_new_tokens": 6, "do_sample": False}
+        options: dict[str, Any] = {"attention_mask": mask.long(), "max_new_tokens": 4, "do_sample": False}
         expected = model.generate(prompt, **options)
         assert torch.equal(spec.generate(prompt, **options).sequences, expected)
     assert not warned.called, warned.call_args
@@ -534,7 +533,7 @@ def check_fused(architecture: str, draft: str | None, rows: int) -> None:
 
 
 def fused() -> None:
-    for given in (("llama", "int8", 1), ("qwen3", None, 2), ("gemma3_text", None, 1)):
+    for given in (("llama", "int8", 1), ("gemma3_text", None, 2)):
         check_fused(*given)
 
 
@@ -572,8 +571,10 @@ def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
     # Others take minutes.
     if check is check_order_of_planes:
         return given in ((1, torch.float32), (3, torch.float32))
-    if check is check_attention and torch.float16 in given:
+    if check in (check_attention, check_product) and torch.float16 in given:
         return False
+    if check is check_planes and torch.float64 in given:
+        return given[0] < 17
     if check is check_trees:
         return given == TREES[0]
     if torch.bfloat16 not in given or check in (
