@@ -574,7 +574,7 @@ def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
     if check in (check_attention, check_product) and torch.float16 in given:
         return False
     if check is check_planes and torch.float64 in given:
-        return given[0] < 17
+        return bool(given[0] < 17)
     if check is check_trees:
         return given == TREES[0]
     if torch.bfloat16 not in given or check in (
