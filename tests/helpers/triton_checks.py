@@ -515,8 +515,9 @@ class AgainCaptured(StandIn):
 
 def check_fused(architecture: str, draft: str | None, rows: int) -> None:
     """Captured passes in few launches give the model's own text."""
-    is_mixed = architecture == "gemma3_text"
-    kinds: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]} if is_mixed else {}
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"] * 2} if architecture == "qwen3" else {}
+    if architecture == "gemma3_text":
+        kinds["layer_types"] = ["full_attention", "sliding_attention"]
     model = shrunken(architecture, torch.float32, num_hidden_layers=2, **kinds)
     with as_with_triton(), mock.patch("selfspec.runtime.cuda_graphs._LOG.warning") as warned:
         spec = wrapped(model, AgainCaptured(0, 64), None if draft is None else parse_draft(draft))
@@ -533,7 +534,7 @@ def check_fused(architecture: str, draft: str | None, rows: int) -> None:
 
 
 def fused() -> None:
-    for given in (("llama", "int8", 1), ("gemma3_text", None, 2)):
+    for given in (("llama", "int8", 1), ("qwen3", None, 2), ("gemma3_text", None, 1)):
         check_fused(*given)
 
 
