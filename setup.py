@@ -4,7 +4,7 @@ Everything else is in pyproject.toml. `selfspec/adapters` is a link to `adapters
 without an install; it is left out of the search, because a source distribution does not carry it.
 
 The kernels are one library for each kind of processor, without torch or Python in them: the same sources with other
-flags. An install compiles the one for the processor at hand, and a distribution (`SELFSPEC_BUILD=all`) each. Without a
+flags. An install compiles the one for its own processor, and a distribution (`SELFSPEC_BUILD=all`) each. Without a
 C++ compiler (`CXX`, c++, g++ or clang++) selfspec is installed without them, and `selfspec doctor` says so.
 """
 

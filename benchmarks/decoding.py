@@ -7,8 +7,8 @@
     python benchmarks/decoding.py demo --texts heldout.jsonl --draft exit:4 --length 1 2 3 4 5 6 --prompts 60 --costs
 
 `--llama` is the Python of an environment with llama-cpp-python, which then decodes the same weights as GGUF, those of
-`--kind`, and of a GGUF file its own bytes. `--planes` decodes over the same weights in planes too, plainly and with
-these drafts. `--length` sets fixed draft lengths beside the default control. With `--behind` the prompt is read once,
+`--kind`, and of a GGUF file its own bytes. `--planes` decodes over the same weights in planes too, without a draft and
+with these. `--length` sets fixed draft lengths beside the default control. With `--behind` the prompt is read once,
 and every way goes on from its keys and values: `selfspec bench --context` reads it each time, as users do, which takes
 hours at tens of thousands of tokens. `benchmarks/widen.py` makes larger models of a small one.
 """

@@ -83,7 +83,7 @@ class Memory:
     parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def whole(self, format: str | None) -> Split:
-        """Return what all of it takes, with copies in a format that a draft needs."""
+        """Count the bytes of the whole model, with copies in the format of a draft."""
         return Split(self, len(self.layers), format)
 
     @property
@@ -201,7 +201,7 @@ class Split:
 
     @property
     def account(self) -> dict[str, int]:
-        """What the bytes are for; every plan, refusal and summary counts these, and no others."""
+        """Bytes by what they are for; every plan, refusal and summary counts these, and no others."""
         memory = self.memory
         return {
             "for the process": memory.process,

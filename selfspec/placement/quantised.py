@@ -127,7 +127,7 @@ def _gptq(
     version = str(about.get("checkpoint_format") or "gptq")
     if version not in ("gptq", "gptq_v2") or about.get("dynamic"):
         raise UnknownQuantisationError(f"GPTQ in {'settings by layer' if about.get('dynamic') else version}")
-    bits, less = int(about["bits"]), int(version == "gptq")
+    bits, less = about.get("bits"), int(version == "gptq")
     if bits not in (4, 8):
         raise UnknownQuantisationError(f"GPTQ in {bits} bits")
     for layer in _by_output(rest):

@@ -176,7 +176,7 @@ def hold_sizes(model: PreTrainedModel, folder: Path) -> None:
 
 
 def account(surveyed: Survey, draft: Drafter | None) -> Split:
-    """Return what a checkpoint takes whole in memory, with what a draft takes."""
+    """Count the bytes of a whole checkpoint in memory, with those of a draft."""
     if draft is None:
         return surveyed.memory.whole(None)
     own = draft.own_bytes(surveyed.skeleton.model)

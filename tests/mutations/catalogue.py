@@ -822,6 +822,10 @@ CATALOGUE = (
     Mutation("a training goes on over another text of that size", "identified",
         "hashlib.sha256(_content(file)).hexdigest()", "str(file.stat().st_size)",
         ("test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed",)),
+    Mutation("zeros of GPTQ's first version are taken as they lie", "WordsOfGptq.zeros",
+        "words + self.less * _1", "words + 0 * _1", ("test_texts_and_programs_are_those_of_the_dense_weights",)),
+    Mutation("outputs of AWQ are read in the order of their words", "WordsOfAwq.codes",
+        "enumerate(_ORDER)", "enumerate(range(8))", ("test_texts_and_programs_are_those_of_the_dense_weights",)),
     # Chat templates and calls of tools.
     Mutation("formats are taken without reading what the template writes", "_reads",
         "any(_1 == _2 for calls in reads)", "True", ("test_calls_of_published_shapes", "test_formats")),

@@ -114,7 +114,7 @@ def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
 
 
 def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]) -> _Marks:
-    """Return what a reader of a response template looks for: calls that transformers reads, each once it is whole."""
+    """Return the marks of a response template: transformers reads the calls between them, each once it is whole."""
     calls = load_response_template(dict(form.template)).fields["tool_calls"]
     given = [{"type": "function", "function": {"name": name, "parameters": tools[name]}} for name in tools]
     patterns = (r"(?!)" if each is None else each.pattern for each in (calls.open_re, calls.close_re))

@@ -149,7 +149,7 @@ class ChatTemplate:
         return None if form is None else CallableTools(form, schemas, self._special_of(form.marks))
 
     def thoughts(self, prompt: Sequence[int], tools: bool) -> Thoughts | None:
-        """Return what parts the thoughts of an answer to a prompt from what it says; None: the model writes none."""
+        """Return the marks that part the thoughts of an answer from its text; None: the model writes none."""
         marks = self.writer(tools).thinks
         if marks is None:
             return None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import regex
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""What models write before and behind thoughts."""
+"""Marks that models write before and behind thoughts."""
 
 
 class Parted(NamedTuple):
