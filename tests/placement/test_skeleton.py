@@ -303,7 +303,6 @@ def quantised(**method: Any) -> Callable[[Path], None]:
         # Of libraries that are not there.
         (quantised(quant_method="awq", bits=4, group_size=32), "cannot be loaded"),
         (quantised(quant_method="bitsandbytes", load_in_4bit=True), "cannot be loaded"),
-        (quantised(quant_method="hqq"), "cannot be loaded"),
         (
             lambda folder: (folder / "shard-00000-model-00001-of-00001.safetensors").touch(),
             "distributed checkpoint",
