@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from selfspec.cli.options import MINUTES, DtypeOption, MachineOptions, Minutes, Output, Runtime, prepare_process
-from selfspec.cli.terminal import announce, print_tables, share_bar
+from selfspec.cli.options import DtypeOption, MachineOptions, Output, Runtime, prepare_process
+from selfspec.cli.terminal import StepBar, print_tables, progress_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
@@ -93,7 +93,6 @@ def ablate(
     to: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Study and report go there; default: the name of the study.")
     ] = None,
-    minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> Ablated:
     """Study drafts of all kinds on models and texts, and write tables and pictures.
@@ -105,16 +104,14 @@ def ablate(
     if study is None and not declared:
         raise StudyError(f"there is nothing to study; give a study file, or --model {DEMO} and --draft")
 
-    from selfspec.tools.lab.ablation import fit_study, resize, sizes_of, work_on
-    from selfspec.tools.lab.drafts import Given, is_judged_by_teacher_forcing, named_drafts
+    from selfspec.tools.lab.ablation import work_on
     from selfspec.tools.lab.report import best_first, provenances, require_packages, write_report
     from selfspec.tools.lab.runs import Runs
-    from selfspec.tools.lab.study import Study, check_inputs, declared_in, load, read_study
+    from selfspec.tools.lab.study import Study, check_inputs, load, read_study
     from selfspec.tools.lab.table import doubts
 
     prepare_quietly(machine.threads)
     require_packages()
-    said = set(declared) if study is None else declared.keys() | declared_in(study)
     found = Study.of(declared, "the command line") if study is None else read_study(study, declared)
     folder = to or Path(found.name)
     runs = Runs(folder)
@@ -123,16 +120,11 @@ def ablate(
     loaded = {first: load(first, found, machine.device)}
     # There may be fewer texts than were asked for.
     found = replace(found, texts=max(map(len, loaded[first].prompts.values())))
-    adapter, depth = loaded[first].adapter, loaded[first].depth
-    drafts = named_drafts(found.drafts, loaded[first].model, adapter, found.seed)
-    free = {name: size for name, size in sizes_of(found).items() if name not in said}
-    counted = sum(not is_judged_by_teacher_forcing(each, adapter, depth) for each in map(Given().drafter, drafts))
-    fitted = fit_study(found, free, len(drafts), loaded[first], minutes, runs, counted)
-    announce("studying", fitted, minutes)
-    found = resize(found, fitted.sizes)
-    with share_bar("studying") as count:
+    with progress_bar("studying") as bar:
         # One model is in memory at a time.
-        finding = work_on(found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, count)
+        finding = work_on(
+            found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, StepBar(bar)
+        )
     declares = named_alone(asdict(finding.study))
     files = write_report(f"Study of drafts: {found.name}", finding.judged, declares, folder)
     result = Ablated(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.cli.options import MINUTES, Chat, GivenOptions, Minutes, ModelOptions, Output, PromptFile, read_draft
-from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
+from selfspec.cli.options import Chat, ModelOptions, Output, PromptFile, read_draft
+from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class Calibrated:
 def calibrate(
     model: ModelOptions,
     measurements: Measurements,
-    given: GivenOptions,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -64,7 +62,6 @@ def calibrate(
     prompt_file: PromptFile = None,
     chat: Chat = False,
     prompts: Annotated[int, typer.Option(min=1, help="Use N prompts, spread evenly over the file.")] = 4,
-    minutes: Minutes = MINUTES,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -89,9 +86,7 @@ def calibrate(
 
     from selfspec.control import profile as profiles
     from selfspec.files.writing import check_output_folder
-    from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import beginnings, built_in, check_reads_text, read_prompts
-    from selfspec.tools.calibrate.calibration import SIZES, work
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.lab.arms import prompt_writer
@@ -101,8 +96,8 @@ def calibrate(
     # The embedded model writes nothing but code.
     usual = built_in if model.is_demo else beginnings
     workload = usual() if prompt_file is None else read_prompts(prompt_file)
-    depth = model.prepare()
-    paths = considered(depth, drafters)
+    # Drafts that do not fit are refused before weights are loaded.
+    considered(model.prepare(), drafters)
     if to is None:
         check_output_folder(profiles.folder())
     else:
@@ -115,11 +110,6 @@ def calibrate(
     check_reads_text(checkpoint.model)
     writer, device = prompt_writer(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
     ids = [prompt.to(device) for prompt in workload.whole_prompts(writer, prompts)]
-    free = {name: size for name, size in SIZES.items() if name not in given}
-    counted = partial(work, measurements, ids, len(paths))
-    fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
-    announce("calibrating", fitted, minutes)
-    measurements = replace(measurements, **fitted.sizes)
     started = time.perf_counter()
     with progress_bar("calibrating") as progress:
         profile = run(

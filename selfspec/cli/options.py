@@ -79,14 +79,6 @@ Runtime = Annotated[
     ),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeat every timing N times.")]
-MINUTES = 10.0
-"""What commands that measure take at most, as far as can be, where nobody says otherwise."""
-Minutes = Annotated[
-    float,
-    typer.Option(
-        min=0, help="Take at most X minutes, as far as can be: sizes that are not given shrink until it fits."
-    ),
-]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
     Path | None,
@@ -96,10 +88,6 @@ Chat = Annotated[
     bool,
     typer.Option("--chat", help="Write prompts by the checkpoint's chat template; the model answers turns before."),
 ]
-
-
-class GivenOptions(frozenset[str]):
-    """The names of the parameters that the command line gives; all others have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +232,7 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring
     titles. The command gets the dataclasses. Its other parameters are annotated as typer's options and arguments. A
-    value that has no metavar is called by its type. A parameter of the type `GivenOptions` is no option.
+    value that has no metavar is called by its type.
 
     What a command returns is printed as JSON, where that is asked for. One that takes no `output` gets the option all
     the same, and what it returns is its text; any other prints its text itself.
@@ -256,12 +244,9 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
         name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)
     }
     parameters: list[Parameter] = []
-    about_words = next((name for name, hint in hints.items() if hint is GivenOptions), None)
     for parameter in signature(command).parameters.values():
         group = groups.get(parameter.name)
-        if parameter.name == about_words:
-            parameters.append(parameter.replace(annotation=typer.Context, kind=Parameter.KEYWORD_ONLY))
-        elif group is None:
+        if group is None:
             parameters.append(_option(parameter.name, hints[parameter.name], parameter.default, None))
         else:
             title = (group.__doc__ or "").partition("\n")[0].removesuffix(".")
@@ -275,9 +260,6 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
     @wraps(command)
     def run(**given: Any) -> None:
         output = given["output"] if tells else given.pop("output")
-        if about_words is not None:
-            source = given.pop(about_words).get_parameter_source
-            given[about_words] = GivenOptions(name for name in given if source(name).name != "DEFAULT")
         made = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from selfspec.cli.ablate import PRINTED, DraftLengths, TextsAndCosts, given, prepare_quietly
-from selfspec.cli.options import MINUTES, GivenOptions, MachineOptions, Minutes, Model, Output, Seed
-from selfspec.cli.terminal import announce, print_tables, share_bar
+from selfspec.cli.options import MachineOptions, Model, Output, Seed
+from selfspec.cli.terminal import StepBar, print_tables, progress_bar
 from selfspec.errors import DraftConfigError
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
@@ -44,7 +44,6 @@ def search(
     model: Model,
     texts: TextsAndCosts,
     machine: MachineOptions,
-    said: GivenOptions,
     to: Annotated[Path, typer.Option(help="The JSON file to write, for `--draft skip-file:FILE`.")],
     evaluations: Annotated[int, typer.Option(min=1, help="Evaluate at most N skip sets.")] = 100,
     sublayers: Annotated[
@@ -60,7 +59,6 @@ def search(
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the search there, to resume it, and write a report.")
     ] = None,
-    minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> Searched:
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
@@ -69,9 +67,7 @@ def search(
     """
     fewest, most = _sizes(sublayers)
 
-    from selfspec.measure.expected_time import Size
     from selfspec.tools.lab import search as searching
-    from selfspec.tools.lab.ablation import fit_study, resize, sizes_of
     from selfspec.tools.lab.drafts import Space
     from selfspec.tools.lab.outputs import check_output_file
     from selfspec.tools.lab.report import require_packages, write_report
@@ -89,16 +85,8 @@ def search(
     check_inputs(study)
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
-    sizes = {
-        "max_new_tokens": sizes_of(study)["max_new_tokens"],
-        "evaluations": Size(evaluations, min(evaluations, 20)),
-    }
-    free = {name: size for name, size in sizes.items() if name not in said}
-    fitted = fit_study(replace(study, confirm=0), free, evaluations, studied, minutes, runs)
-    announce("searching", fitted, minutes)
-    study, evaluations = resize(study, fitted.sizes), fitted.sizes.get("evaluations", evaluations)
-    with share_bar("searching") as count:
-        finding = searching.search(studied, study, space, evaluations, runs, count)
+    with progress_bar("searching") as bar:
+        finding = searching.search(studied, study, space, evaluations, runs, StepBar(bar))
     scores = searching.scored(finding)
     best, front = max(scores, key=searching.speed), pareto_front(scores)
     about: dict[str, Any] = {

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Column, Table
 
-    from selfspec.measure.expected_time import FittedWork
-
 
 # Seconds between lines that say how far work has come.
 _EVERY = 10.0
@@ -96,10 +94,10 @@ class StepBar:
         self._begun = 0
         self._progress.reset(self._task, total=steps)
 
-    def step(self, what: str) -> None:
-        """End the step before, if any, and begin `what`."""
+    def step(self, what: str, steps: int = 1) -> None:
+        """End the steps before, if any, and begin `what`."""
         self._progress.update(self._task, description=what, completed=self._begun)
-        self._begun += 1
+        self._begun += steps
 
 
 @contextmanager
@@ -112,23 +110,6 @@ def counting_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=known, description=f"{done} of {known}")
 
         yield count
-
-
-@contextmanager
-def share_bar(verb: str) -> Iterator[Callable[[int, int, float], None]]:
-    """A progress bar that follows a share of work: call what it gives with points done, all points, and the share."""
-    with progress_bar(verb) as bar:
-        task = bar.add_task("", total=None)
-
-        def count(done: int, known: int, share: float) -> None:
-            bar.update(task, completed=share, total=1.0, description=f"{share:.0%}, {done} of {known} points")
-
-        yield count
-
-
-def announce(verb: str, fitted: FittedWork, minutes: float) -> None:
-    """Say on standard error how long work will take, before it starts, whether that is a terminal or not."""
-    console(stderr=True).print(f"{verb}: {fitted.sentence(minutes)}", style="dim", soft_wrap=True)
 
 
 @contextmanager

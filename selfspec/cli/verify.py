@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from selfspec.cli.options import (
-    MINUTES,
     Chat,
-    GivenOptions,
     MemoryOptions,
-    Minutes,
     ModelOptions,
     Output,
     PromptFile,
@@ -24,7 +20,7 @@ from selfspec.cli.options import (
     read_draft,
 )
 from selfspec.cli.outcome import FAILED, print_json
-from selfspec.cli.terminal import StepBar, announce, console, figures_table, progress_bar
+from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
 from selfspec.tools.verify.settings import Settings
 
@@ -74,7 +70,6 @@ def verify(
     model: ModelOptions,
     settings: Settings,
     budget: MemoryOptions,
-    given: GivenOptions,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +80,6 @@ def verify(
     ] = None,
     prompt_file: PromptFile = None,
     chat: Chat = False,
-    minutes: Minutes = MINUTES,
     output: Output = "text",
 ) -> Verified:
     """Check that self-speculation leaves the output of this model as it is: its tokens, and what it samples from.
@@ -104,12 +98,11 @@ def verify(
 
     from selfspec.draft import Drafter
     from selfspec.measure.checkpoint import Checkpoint
-    from selfspec.measure.expected_time import TokenTimes, fit
     from selfspec.measure.prompts import beginnings, check_reads_text, read_prompts
     from selfspec.model.checkpoint import load_tokenizer
     from selfspec.placement.drafts import placement_of
     from selfspec.tools.lab.arms import prompt_writer
-    from selfspec.tools.verify.verification import SIZES, default_drafts, work
+    from selfspec.tools.verify.verification import default_drafts
     from selfspec.tools.verify.verification import verify as run
 
     workload = beginnings() if prompt_file is None else read_prompts(prompt_file)
@@ -133,12 +126,6 @@ def verify(
     drafters = _drafters(checkpoint, drafts)
     writer, device = prompt_writer(checkpoint, chat, settings.max_new_tokens), checkpoint.model.device
     prompts = [prompt.to(device) for prompt in workload.whole_prompts(writer)]
-    free = {name: size for name, size in SIZES.items() if name not in given}
-    counted = partial(work, settings, prompts, len(drafters))
-    fitted = fit(free, counted, TokenTimes.measured(checkpoint.model), minutes)
-    announce("verifying", fitted, minutes)
-    sizes: dict[str, Any] = dict(fitted.sizes)
-    settings = replace(settings, **sizes)
     started = time.perf_counter()
     with progress_bar("verifying") as progress:
         report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))

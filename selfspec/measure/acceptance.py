@@ -16,8 +16,8 @@ from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.own_text import Continuation
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer

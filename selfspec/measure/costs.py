@@ -33,8 +33,8 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.runtime import Eager, Native
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.device import has_streams
-from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.stock import bare, end_tokens, until_end
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.identity import weight_of
 
 # Of the texts that weights are fitted on; rows that are written at a time.

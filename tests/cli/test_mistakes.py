@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -288,48 +287,3 @@ def test_further_places_are_checked_too(
     results = tmp_path / "results"
     (results / "runs.jsonl").mkdir(parents=True)
     _refused(invoke("bench", folder, "--to", str(results)))
-
-
-STUDY = "--texts 2 --prompt-tokens 6 --pricing weights --temperature 0 --device cpu"
-VERIFIED = "verify {model} --draft exit:3 --prompt-file {prompts}"
-CALIBRATED = "calibrate {model} --draft exit:3 --prompt-file {prompts} --nodes 0 --longest-draft 1 --to {to}"
-
-
-def _done(invoke: Invoke, folder: str, tmp_path: Path, words: str, *where: str) -> dict[str, Any]:
-    """What a command that is to end at once says that it did; how long it takes stands first on standard error."""
-    prompts, study, to = (tmp_path / name for name in ("prompts.txt", "study.toml", "made"))
-    prompts.write_text("Once upon a time\n")
-    study.write_text(f'models = ["{folder}"]\ndrafts = ["exit:3"]\nconfirm = 3\n')
-    typed = words.format(model=folder, prompts=prompts, study=study, to=to).split()
-    ending = invoke(*typed, "--minutes", "0", "--output", "json")
-    assert ending.status == 0, ending.stderr
-    verb = {"verify": "verifying", "ablate": "studying", "search": "searching", "calibrate": "calibrating"}[typed[0]]
-    first = ending.stderr.splitlines()[0]
-    assert first.startswith(f"{verb}: about ")
-    assert "a token takes" in first
-    found: dict[str, Any] = json.loads(ending.stdout)
-    for name in where:
-        found = found[name]
-    return found
-
-
-@pytest.mark.tools
-@pytest.mark.parametrize(
-    ("words", "where", "expected"),
-    [
-        (VERIFIED, ["settings"], {"max_new_tokens": 16, "samples": 100}),
-        (f"{VERIFIED} --samples 120", ["settings"], {"max_new_tokens": 16, "samples": 120}),
-        (f"ablate {{study}} --to {{to}} {STUDY}", ["study"], {"max_new_tokens": 16, "reach": 1, "confirm": 3}),
-        (f"search {{model}} --to {{to}} {STUDY} --evaluations 22", [], {"evaluations": 22}),
-        (CALIBRATED, ["report", "settings"], {"max_new_tokens": 16, "repeats": 1, "longest_draft": 1}),
-    ],
-)
-def test_where_time_is_short_less_is_done(
-    invoke: Invoke, folder: str, tmp_path: Path, words: str, where: list[str], expected: dict[str, int]
-) -> None:
-    found = _done(invoke, folder, tmp_path, words, *where)
-    assert {name: found[name] for name in expected} == expected
-
-
-def test_a_search_in_no_time_tries_few_sets(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    assert _done(invoke, folder, tmp_path, f"search {{model}} --to {{to}} {STUDY}")["evaluations"] <= 20

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate.confirm import Confirmed
 from selfspec.tools.lab.runs import Row
@@ -81,36 +79,21 @@ class Guess(Stateless):
         return Draft.chain(torch.tensor([self.tokens[: budget.depth]] * len(rows.running)))
 
 
-# A pass as `counted` prices it.
-TIMES = TokenTimes(step=11, read=1)
+class Notes:
+    """Notes the steps of work, and interrupts it at one."""
 
+    def __init__(self, interrupted_at: int = 99) -> None:
+        self.steps: list[str] = []
+        self.expected = 0
+        self._interrupted_at = interrupted_at
 
-@dataclass
-class Counted:
-    """Tokens of all passes."""
+    def begin(self, steps: int) -> None:
+        self.expected = steps
 
-    widths: list[int] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """What they take, where a pass takes as long as ten tokens that are read in it."""
-        return sum(10 + width for width in self.widths)
-
-
-@contextmanager
-def counted(model: PreTrainedModel) -> Iterator[Counted]:
-    """Count what goes through the first linear layer of the model, whoever calls it."""
-    found = Counted()
-    linear = next(each for each in model.modules() if isinstance(each, torch.nn.Linear))
-
-    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        found.widths.append(inputs[0].numel() // inputs[0].shape[-1])
-
-    hook = linear.register_forward_pre_hook(note)
-    try:
-        yield found
-    finally:
-        hook.remove()
+    def step(self, what: str, steps: int = 1) -> None:
+        if len(self.steps) >= self._interrupted_at:
+            raise KeyboardInterrupt
+        self.steps += [what] * steps
 
 
 COSTS = Costs(draft=0.25, verify=1.1, widening=0.02, overhead=-0.01)

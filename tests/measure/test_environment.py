@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from helpers import joints, tiny
+from helpers import joints
 from helpers.saved_folders import checkpoint_folder as stories_folder
 from helpers.tokenizers import PLAIN
 from selfspec.errors import PromptError
@@ -29,7 +28,6 @@ from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import LEVEL, Estimate, holm_rejects
-from selfspec.measure.expected_time import Size, TokenTimes, Work, fit
 from selfspec.measure.prompts import Text, Workload, built_in, check_context, parse_workloads, read_prompts
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.tools.lab.arms import prompt_writer
@@ -84,49 +82,6 @@ def test_an_environment_names_the_commit_and_says_whether_kernels_run() -> None:
     found = environment(torch.device("cpu"))
     assert found["cpu_kernels"] is False
     assert (found["commit"] is not None) == (Path(__file__).resolve().parents[2] / ".git").exists()
-
-
-TIMES = TokenTimes(step=0.05, read=0.005)
-SIZES = {"tokens": Size(64, 16), "samples": Size(400, 100)}
-
-
-def work(sizes: Mapping[str, int]) -> Work:
-    return Work(steps=10 * sizes["tokens"], read=20 * sizes["samples"])
-
-
-def test_what_there_is_time_for_stays_as_usual_and_else_less_is_done() -> None:
-    fitted = fit(SIZES, work, TIMES, minutes=10)
-    assert fitted.sizes == {"tokens": 64, "samples": 400}
-    assert fitted.shrunk == {}
-    assert fitted.seconds == pytest.approx(640 * 0.05 + 8000 * 0.005)
-    assert fitted.sentence(10) == "about 1 min expected; a token takes 50 ms here"
-    # Sizes shrink together until the work fits.
-    fitted = fit(SIZES, work, TIMES, minutes=0.75)
-    assert 16 < fitted.sizes["tokens"] < 64
-    assert 100 < fitted.sizes["samples"] < 400
-    assert 40 < fitted.seconds <= 45
-    said = f"To stay within 0.75 minutes: --tokens {fitted.sizes['tokens']}, --samples {fitted.sizes['samples']}"
-    assert said in fitted.sentence(0.75)
-    # The fewest are done in any case.
-    fitted = fit(SIZES, work, TIMES, minutes=0)
-    assert fitted.sizes == {"tokens": 16, "samples": 100}
-    assert fitted.seconds > 0
-    # What was asked for does not shrink.
-    assert "13.9 h expected" in fit({}, lambda sizes: Work(steps=10**6), TIMES, minutes=1).sentence(1)
-
-
-def test_tokens_are_timed_alone_and_among_many() -> None:
-    model, ticks, widths = tiny.llama(), iter(range(1000)), []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    times = TokenTimes.measured(model, clock=lambda: next(ticks) / 10)
-    hook.remove()
-    assert set(widths) == {1, 32}
-    # Each reading of the clock is a tenth of a second after the one before; enough is half a second.
-    assert times.step == pytest.approx(0.1)
-    assert times.read == pytest.approx(0.1 / 32)
-    assert widths.count(1) == 4
 
 
 def test_one_sample_says_that_it_knows_nothing_and_none_is_refused() -> None:

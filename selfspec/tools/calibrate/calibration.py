@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,11 @@ from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.files.writing import write_sealed
 from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
-from selfspec.measure.expected_time import Size, Unwatched, Watch, Work
 from selfspec.measure.own_text import continued
 from selfspec.measure.prompts import read_given
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import bare
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
 from selfspec.tools.calibrate.candidates import (
@@ -269,28 +269,3 @@ def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measureme
         # Reads and refuses the request; a generation runs only as it is iterated over.
         plain.stream(**each, **generation_options(0.0, asked))
     return grouped
-
-
-_USUAL = Measurements()
-# Not the longest draft: a shorter one saves three passes of fifty, and whoever reads the profile drafts no longer.
-SIZES = {"max_new_tokens": Size(_USUAL.max_new_tokens, 16), "repeats": Size(_USUAL.repeats, 1)}
-# Greedily and sampling. Candidates that are confirmed, with trees and without; what a token of one takes.
-_KINDS, _CANDIDATES, _CHAINS, _A_TOKEN = 2, 9, 5, 0.8
-# Drafts whose costs are measured, rounds of that, and larger batches, most of which cost what their rows do.
-_MEASURED, _ROUNDS, _IN_BATCHES = 6, 11, 20
-_WARM_UPS, _GO_ON = 2, 4
-
-
-def work(asked: Measurements, prompts: Sequence[Tensor], drafts: int, sizes: Mapping[str, int]) -> Work:
-    """Count the tokens of calibrating on prompts, each `[1, prompt]`, for `drafts` paths."""
-    new, repeats = (sizes.get(name, getattr(asked, name)) for name in ("max_new_tokens", "repeats"))
-    prompt, number = sum(each.shape[1] for each in prompts), len(prompts)
-    # All exits are read off one pass; the others, some in fewer bits, take one each.
-    texts = Work(new * number, prompt + (prompt + new * number) * (2 + drafts))
-    arms = 1 + (_CANDIDATES if asked.nodes else _CHAINS)
-    turns = arms * (_WARM_UPS + 1) + (repeats - 1) * _GO_ON
-    confirmed = Work(new * _A_TOKEN * number * turns, prompt * turns).times(asked.batch**0.5)
-    # Of a round: target passes of each width, and of each draft two lengths, with their verification.
-    jobs = asked.longest_draft + 1 + min(drafts, _MEASURED) * (3 + 1 + min(4, asked.longest_draft))
-    costs = Work(jobs * _ROUNDS, jobs * _IN_BATCHES)
-    return (texts + confirmed).times(_KINDS) + costs

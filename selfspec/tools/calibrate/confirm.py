@@ -15,7 +15,7 @@ from selfspec.decode.output import Stats
 from selfspec.draft.registry import PLAIN
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import Watch
+from selfspec.measure.watch import Watch
 from selfspec.tools.calibrate.candidates import Candidate, costs_of
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import Prompts

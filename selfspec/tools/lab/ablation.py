@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, product
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from selfspec.accept import find_rule
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import StudyError
 from selfspec.measure.environment import environment
-from selfspec.measure.expected_time import FittedWork, Size, TokenTimes, Work, fit
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced import (
     DraftPath,
@@ -23,10 +20,11 @@ from selfspec.measure.teacher_forced import (
     expected_rounds,
     teacher_forced_figures,
 )
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, RuntimeName, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import content, is_judged_by_teacher_forcing, named_drafts
 from selfspec.tools.lab.generations import arm_rows, run_of, turns_of
-from selfspec.tools.lab.prices import Prices, costs_run, find_costs, timed_paths
+from selfspec.tools.lab.prices import Prices, costs_run, find_costs
 from selfspec.tools.lab.runs import Row, Run, Runs
 from selfspec.tools.lab.study import StudiedModel, Study, text_run, texts_of, write_texts
 from selfspec.tools.lab.table import records, summarise
@@ -35,11 +33,11 @@ from selfspec.tools.lab.turns import ArmRun, measure
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+# Texts' worth of timing costs; calls for each text that is confirmed: with the draft and without, untimed and timed.
+_TIMED, _CONFIRMED = 32, 4
+_WHAT = {"costs": "what drafts cost", "text": "the model's own texts"}
 # Drafts judged at once: enough to share what they begin with, few enough to lose little by an interruption.
 _TOGETHER = 4
-
-Progress = Callable[[int, int, float], None]
-"""Called with the runs done, the runs in all, and the share of the expected work that is done, of what was missing."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,7 @@ class Finding:
         return [row for row in self.rows if "error" in row]
 
 
-def untold(done: int, known: int, share: float) -> None:
-    """Tell nobody how far work has come."""
-
-
-def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, progress: Progress = untold) -> Finding:
+def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, watch: Watch | None = None) -> Finding:
     """Run a study, one model after the other; the same call continues what was begun in `runs`.
 
     Raises:
@@ -85,20 +79,20 @@ def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, progr
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seed, studied.given)
-        found += find_out(runs, study, studied, drafts, progress)
+        found += find_out(runs, study, studied, drafts, watch)
         # One model is in memory at a time.
         del studied
     return Finding(study, found)
 
 
 def find_out(
-    runs: Runs, study: Study, studied: StudiedModel, drafts: Mapping[str, str], progress: Progress = untold
+    runs: Runs, study: Study, studied: StudiedModel, drafts: Mapping[str, str], watch: Watch | None = None
 ) -> list[Row]:
     """Find out all that a study asks of some drafts of one model, except what is known; return its rows.
 
     Costs come first, while nothing else runs; then texts, estimates, and confirmations of some of the drafts.
     """
-    return _Studying(runs, study, studied, drafts, progress).rows()
+    return _Studying(runs, study, studied, drafts, watch or Unwatched()).rows()
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class _Studying:
     study: Study
     studied: StudiedModel
     drafts: Mapping[str, str]
-    progress: Progress
+    watch: Watch
 
     def rows(self) -> list[Row]:
         """Find out what is missing; return everything."""
@@ -120,49 +114,43 @@ class _Studying:
         # Drafts that begin alike side by side, since they share that work.
         ordered = sorted(self.drafts, key=lambda draft: (not self.forced(draft), not draft.startswith("skip"), draft))
         judged = {text.key: [self.judging(draft, text) for draft in ordered] for text in texts}
-        works = [text_work(study, studied.prompts[workload]) for workload, _ in grid]
-        shares = {costs.key: price_work(study, studied).share}
-        for text, work in zip(texts, works, strict=True):
-            shares[text.key] = work.texts.share
-            shares |= {
-                run.key: (work.forced if run.measured == "teacher forcing" else work.counted).share
-                for run in judged[text.key]
-            }
-        # What is known takes no time, and is no part of what is left.
-        missing = {key: share for key, share in shares.items() if not self.runs.knows(key)}
-        confirming = min(study.confirm, len(self.drafts)) * len(texts)
-        confirmed_share = works[0].confirmed.share if works else 0.0
-        whole = sum(missing.values()) + confirming * confirmed_share
-        known, done, worked = len(shares) + confirming, len(shares) - len(missing), 0.0
-        self.progress(done, known, 0.0)
-
-        def tell(some: Sequence[Run], share: float = 0.0) -> None:
-            nonlocal done, worked
-            done += sum(run.key in missing for run in some) if share == 0.0 else len(some)
-            worked += sum(missing.get(run.key, 0.0) for run in some) + share
-            self.progress(min(done, known), known, min(worked / max(whole, 1e-9), 1.0))
-
-        around = environment(studied.model.device)
-        self.runs.find_out([costs], lambda some: [find_costs(studied, self.drafts, each) for each in some], around)
-        tell([costs])
+        every = [costs, *texts, *(run for some in judged.values() for run in some)]
+        confirming = min(study.confirm, len(self.drafts)) * _CONFIRMED
+        self.watch.begin(self.steps(every) + sum(confirming * self.texts_of(text) for text in texts))
+        self.find_out([costs], lambda some: [find_costs(studied, self.drafts, each) for each in some])
         for text in texts:
-            self.runs.find_out([text], lambda some: [write_texts(studied, one) for one in some], around)
-            tell([text])
-        every = [costs, *texts]
+            self.find_out([text], lambda some: [write_texts(studied, one) for one in some])
         for text in texts:
             for part in _together(judged[text.key]):
-                self.runs.find_out(part, lambda some, text=text: self.judge(text, some), around)  # type: ignore[misc]
-                tell(part)
-            every += judged[text.key]
+                self.find_out(part, partial(self.judge, text))
         found = [row for run in every for row in self.priced(self.runs[run], costs)]
         for text in texts:
             own = [row for run in judged[text.key] for row in self.priced(self.runs[run], costs)]
             for arm in self.chosen(text, own):
-                pair = self.confirming(arm, text)
-                self.runs.find_out(pair, lambda some, text=text, pair=pair: self.confirm(text, pair), around)  # type: ignore[misc]
-                tell([pair[1]], confirmed_share)
-                found += [row for run in pair for row in self.priced(self.runs[run], costs)]
+                found += [row for run in self.confirmed(arm, text) for row in self.priced(self.runs[run], costs)]
         return found
+
+    def find_out(self, some: Sequence[Run], find: Callable[[Sequence[Run]], list[list[Row]]]) -> None:
+        """Find out what is not known of some runs, and show that; what is known is no step."""
+        missing = [run for run in some if run not in self.runs]
+        if missing:
+            first = missing[0]
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            self.watch.step(_WHAT.get(first.measured, first.labels.get("arm", "")) + more, self.steps(missing))
+            self.runs.find_out(missing, find, environment(self.studied.model.device))
+
+    def steps(self, some: Sequence[Run]) -> int:
+        """Count the texts that are written or judged in those of some runs that are not known."""
+        counted = 0
+        for run in some:
+            lengths = len(run.under["draft_lengths"]) if run.measured == "generation" else 1
+            if run not in self.runs:
+                counted += _TIMED if run.measured == "costs" else lengths * self.texts_of(run)
+        return counted
+
+    def texts_of(self, run: Run) -> int:
+        """Return the number of texts of a run's workload."""
+        return len(self.studied.prompts[run.labels["workload"]])
 
     @property
     def runtime(self) -> RuntimeName:
@@ -216,36 +204,33 @@ class _Studying:
         under = run.under
         return Cell(run.labels["workload"], under["temperature"], 1, None, under["max_new_tokens"], self.study.chat)
 
-    def confirming(self, arm: Row, text: Run) -> list[Run]:
-        """Return the runs of plain decoding and of a draft in turns."""
-        rule = arm.get("accept") or "token"
-        specs = (
-            ArmSpec("plain", runtime=self.runtime),
-            ArmSpec("draft", arm["draft"], int(arm["draft_length"]), accept=rule, runtime=self.runtime),
-        )
-        lossless = self.studied.given.lossless(rule)
-        specs = (specs[0], replace(specs[1], content=self.drafts[arm["draft"]], lossless=lossless))
-        prompts = [Prompts.of_one_length(prompt) for prompt in self.studied.prompts[text.labels["workload"]]]
+    def confirmed(self, arm: Row, text: Run) -> list[Run]:
+        """Generate from the same prompts by plain decoding and with a draft, in turns; return the runs of both."""
+        rule, studied = arm.get("accept") or "token", self.studied
+        plain = ArmSpec("plain", runtime=self.runtime)
+        like = replace(plain, kind="draft", draft=arm["draft"], length=int(arm["draft_length"]), accept=rule)
+        specs = plain, replace(like, content=self.drafts[arm["draft"]], lossless=studied.given.lossless(rule))
+        prompts = [Prompts.of_one_length(prompt) for prompt in studied.prompts[text.labels["workload"]]]
+        cell = self.cell(text)
         of = {name: text.under[name] for name in ("weights", "setting", "dtype", "seed")}
         how = {"repeats": 1, "turns": turns_of(specs), "texts": text.key}
-        labels = {"model": self.studied.name}
-        runs = [run_of(of, self.cell(text), prompts, spec, labels, **how) for spec in specs]
-        return [replace(run, labels={**run.labels, "arm": run.under["draft"] or "plain"}) for run in runs]
+        named = [run_of(of, cell, prompts, spec, {"model": studied.name}, **how) for spec in specs]
+        runs = [replace(run, labels={**run.labels, "arm": run.under["draft"] or "plain"}) for run in named]
 
-    def confirm(self, text: Run, pair: Sequence[Run]) -> list[list[Row]]:
-        """Generate from the same prompts by plain decoding and with the draft, in turns."""
-        texts = texts_of(self.runs[text], self.studied.model.device)
-        draft = pair[1].under
-        specs = (
-            ArmSpec("plain", runtime=self.runtime),
-            ArmSpec("draft", draft["draft"], draft["draft_length"], accept=draft["accept"], runtime=self.runtime),
-        )
-        arms = [make_arm(spec, self.studied.model, self.studied.given) for spec in specs]
-        prompts = _prompts(texts)
-        results = measure(self.studied.model, self.cell(text), arms, prompts, 1, 1, lambda: None)
-        # Sampled texts need not be those of the stock model.
-        greedy = [[each.ids[0, each.prompt :].tolist()] for each in texts] if not text.under["temperature"] else None
-        return [arm_rows(result, prompts, self.studied.tokenizer, expected=greedy) for result in results]
+        def generated(some: Sequence[Run]) -> list[list[Row]]:
+            texts = texts_of(self.runs[text], studied.model.device)
+            arms = [make_arm(spec, studied.model, studied.given) for spec in specs]
+            results = measure(studied.model, cell, arms, prompts, 1, 1, lambda: None)
+            # Sampled texts need not be those of the stock model.
+            greedy = None if cell.sampled else [[each.ids[0, each.prompt :].tolist()] for each in texts]
+            found = [arm_rows(result, prompts, studied.tokenizer, expected=greedy) for result in results]
+            return [found[runs.index(run)] for run in some]
+
+        missing = [run for run in runs if run not in self.runs]
+        if missing:
+            self.watch.step(f"confirming {arm['draft']}", _CONFIRMED * len(prompts))
+            self.runs.find_out(missing, generated, environment(studied.model.device))
+        return runs
 
     def chosen(self, text: Run, rows: Sequence[Row]) -> Iterator[Row]:
         """Choose the drafts to confirm: half of them those that promise most, the others at random."""
@@ -321,88 +306,6 @@ def _together(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
         yield from (some[start : start + size] for start in range(0, len(some), size))
 
 
-# In plain tokens: a draft step on average; a confirmed token, with the plain one beside it and both warm-ups; timing
-# a draft; a counted token.
-_OF_A_PATH, _CONFIRMED, _TIMED, _COUNTED = 0.7, 4.0, 260, 0.8
-
-
-def sizes_of(study: Study) -> dict[str, Size]:
-    """Return the sizes that a study may shrink, from what it declares."""
-    fewest = {"max_new_tokens": 16, "confirm": 2, "reach": 1}
-    usual = {"max_new_tokens": study.max_new_tokens, "confirm": study.confirm, "reach": _reach(study)}
-    return {name: Size(usual[name], min(few, usual[name])) for name, few in fewest.items()}
-
-
 def _reach(study: Study) -> int:
     longest = max(study.draft_lengths)
     return longest if study.reach is None else min(study.reach, longest)
-
-
-@dataclass(frozen=True)
-class TextWork:
-    """Work for the texts of a workload at one temperature: writing them, and judging or confirming one draft."""
-
-    texts: Work
-    forced: Work
-    counted: Work
-    confirmed: Work
-
-
-def text_work(study: Study, prompts: Sequence[Tensor]) -> TextWork:
-    """Count the work for some prompts, `[1, tokens]` each."""
-    count, read, lengths = len(prompts), sum(prompt.shape[1] for prompt in prompts), len(study.draft_lengths)
-    new = study.max_new_tokens * count
-    return TextWork(
-        # What all drafts are compared with is read once for the texts.
-        texts=Work(new, read + 2 * (read + new)),
-        forced=Work(read=(read + new) * _reach(study) * _OF_A_PATH),
-        counted=Work(new * lengths * _COUNTED, read * lengths),
-        confirmed=Work(new * _CONFIRMED, 4 * read),
-    )
-
-
-def price_work(study: Study, studied: StudiedModel) -> Work:
-    """Count the work of timing costs."""
-    return Work(_TIMED * (1 + len(timed_paths(studied.depth))) if study.pricing == "measured" else 0)
-
-
-def work(study: Study, studied: StudiedModel, drafts: int, sizes: Mapping[str, int], counted: int = 0) -> Work:
-    """Count the tokens of a study of `drafts` of each of its models, `counted` of them judged by generation."""
-    resized, total = resize(study, sizes), Work()
-    for prompts in studied.prompts.values():
-        each = text_work(resized, prompts)
-        judged = each.forced.times(drafts - counted) + each.counted.times(counted)
-        total += each.texts + judged + each.confirmed.times(min(resized.confirm, drafts))
-    return (total.times(len(study.temperatures)) + price_work(study, studied)).times(len(study.models))
-
-
-def resize(study: Study, sizes: Mapping[str, int]) -> Study:
-    """Return the study with other sizes; those that are none of its own are left."""
-    own: dict[str, Any] = {name: size for name, size in sizes.items() if hasattr(study, name)}
-    return replace(study, **own)
-
-
-def fit_study(
-    study: Study,
-    free: Mapping[str, Size],
-    drafts: int,
-    studied: StudiedModel,
-    minutes: float,
-    runs: Runs,
-    counted: int = 0,
-) -> FittedWork:
-    """Choose the sizes of a study; where its folder was begun with some, these stay, so that what is known is used.
-
-    `free` are the sizes that may shrink, `evaluations` (drafts) among them; `counted` drafts are judged by generation.
-    """
-    asked = Run("sizes", {**studied.origin, "minutes": minutes, "names": sorted(free)}, {"model": studied.name})
-    begun = runs[asked][0] if asked in runs else {}
-    bound = {name: Size(begun[name], begun[name]) if name in begun else size for name, size in free.items()}
-    times = TokenTimes.measured(studied.model)
-    fitted = fit(
-        bound, lambda sizes: work(study, studied, sizes.get("evaluations", drafts), sizes, counted), times, minutes
-    )
-    if asked not in runs:
-        runs.keep(asked.rows([dict(fitted.sizes)], {}))
-    shrunk = {name: size for name, size in fitted.sizes.items() if size < free[name].usual}
-    return replace(fitted, shrunk=shrunk)

@@ -16,11 +16,11 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.environment import environment
-from selfspec.measure.expected_time import Watch
 from selfspec.measure.own_text import cycle_share
 from selfspec.measure.spare_cores import CoreWatch
 from selfspec.measure.stock import bare
 from selfspec.measure.timing import Call
+from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, runtime_named
 from selfspec.tools.lab.memory import measure_memory

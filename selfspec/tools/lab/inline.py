@@ -14,10 +14,10 @@ from selfspec.accept import Rule
 from selfspec.arguments import check_module, checked_path
 from selfspec.draft import Drafter
 from selfspec.errors import BenchError, PromptError, StudyError
-from selfspec.measure.expected_time import Unwatched, Watch
 from selfspec.measure.prompts import read_given
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.registry import check_causal, find_adapter
-from selfspec.tools.lab.ablation import Progress, untold, work_on
+from selfspec.tools.lab.ablation import work_on
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.generations import Generations, Part, latest
@@ -48,7 +48,7 @@ def ablate(
     runtime: str | None = None,
     seed: int = 0,
     to: str | Path | None = None,
-    progress: Progress | None = None,
+    watch: Watch | None = None,
 ) -> DataFrame:
     """Study what drafts of one or several models are worth.
 
@@ -68,7 +68,7 @@ def ablate(
         runtime: how passes are run; None: as `selfspec bench` does.
         seed: of sampled texts.
         to: folder to keep the study in, which the same call continues, with a report; None: it is not kept.
-        progress: called with runs done, runs in all, and the share of the work; None: nothing is shown.
+        watch: shows progress.
 
     Returns:
         A `pandas.DataFrame` with a line for each draft, draft length and set of conditions: see docs/columns.md. Its
@@ -109,7 +109,7 @@ def ablate(
     def load(name: str) -> StudiedModel:
         return StudiedModel(name, models[name], find_adapter(models[name]), workloads[name], tokenizer, given)
 
-    finding = work_on(study, load, Runs(place), progress or untold)
+    finding = work_on(study, load, Runs(place), watch or Unwatched())
     if place is not None:
         write_report("Study of drafts", finding.judged, asdict(study), place)
     return _told(finding.table, finding.rows)

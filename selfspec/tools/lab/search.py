@@ -22,9 +22,10 @@ from selfspec.errors import StudyError
 from selfspec.measure.environment import environment
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
+from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer
-from selfspec.tools.lab.ablation import Finding, Progress, find_out, untold
+from selfspec.tools.lab.ablation import Finding, find_out
 from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name
 from selfspec.tools.lab.prices import Prices
 from selfspec.tools.lab.runs import Row, Runs
@@ -43,21 +44,21 @@ def search(
     space: Space,
     evaluations: int,
     runs: Runs | None = None,
-    progress: Progress = untold,
+    watch: Watch | None = None,
 ) -> Finding:
     """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
 
     Prompts are those of the first workload; the study has one temperature. The same call with the same runs continues.
     Returns what was found for all sets evaluated, at most `evaluations`, in order; one that failed is a StudyError.
     """
-    study, kept = replace(study, confirm=0), runs or Runs(None)
+    study, kept, watch = replace(study, confirm=0), runs or Runs(None), watch or Unwatched()
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
-    known = {row["measured"]: row for row in _found(kept, study, studied, [], untold)}
+    known = {row["measured"]: row for row in _found(kept, study, studied, [], watch)}
     (workload,) = studied.prompts
     texts = kept[text_run(studied, workload, study.temperatures[0], study)]
     compared = _compared(studied, texts_of(texts, studied.model.device))
     sets = _each_size_in_turn(sets_by_similarity(compared, space, Prices.of(known["costs"]), _WIDTH))
-    return Finding(study, _found(kept, study, studied, sets[:evaluations], progress))
+    return Finding(study, _found(kept, study, studied, sets[:evaluations], watch))
 
 
 def scored(finding: Finding) -> list[Row]:
@@ -65,9 +66,9 @@ def scored(finding: Finding) -> list[Row]:
     return [row for row in records(finding.table) if row.get("best_length")]
 
 
-def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], progress: Progress) -> list[Row]:
+def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], watch: Watch) -> list[Row]:
     drafts = named_drafts(map(skip_name, sets), studied.model, studied.adapter, study.seed)
-    found = find_out(runs, study, studied, drafts, progress)
+    found = find_out(runs, study, studied, drafts, watch)
     for row in found:
         if "error" in row:
             raise StudyError(f"{row['error']}; this is kept: repeat the search in another place once it is mended")

@@ -112,17 +112,13 @@ class Study:
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
     """Read a study from a TOML file, in which `changes` replace values; a StudyError names what is wrong."""
-    return Study.of({"name": file.stem, **declared_in(file), **(changes or {})}, str(file))
-
-
-def declared_in(file: Path) -> dict[str, Any]:
-    """Return what a TOML file declares, unchecked; a StudyError says why it cannot be read."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        declared = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise StudyError(f"the study {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, RecursionError) as error:
         raise StudyError(f"{file} is not TOML: {' '.join(str(error).split())}") from error
+    return Study.of({"name": file.stem, **declared, **(changes or {})}, str(file))
 
 
 @dataclasses.dataclass

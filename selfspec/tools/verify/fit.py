@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.api import SelfSpeculative
-from selfspec.measure.expected_time import Watch
 from selfspec.measure.stock import end_tokens
+from selfspec.measure.watch import Watch
 from selfspec.model.stock_passes import logits_after
 from selfspec.tools.verify.comparison import sampled_texts
 from selfspec.tools.verify.settings import Settings

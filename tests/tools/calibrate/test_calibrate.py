@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
-from helpers.studies import TIMES, Guess, counted, known
+from helpers.studies import Guess, known
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
@@ -35,13 +35,13 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, ProfileError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.expected_time import Unwatched
 from selfspec.measure.own_text import Continuation, continued
+from selfspec.measure.watch import Unwatched
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate import candidates
 from selfspec.tools.calibrate import confirm as confirming
-from selfspec.tools.calibrate.calibration import calibrate, fastest, work
+from selfspec.tools.calibrate.calibration import calibrate, fastest
 from selfspec.tools.calibrate.candidates import (
     Candidate,
     considered,
@@ -391,16 +391,6 @@ def test_batches_without_room_in_memory_or_whose_rows_cannot_be_told_apart_are_l
 def test_prompts_that_cannot_be_gone_on_with_are_refused(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
     with pytest.raises(PromptError):
         calibrate(model, prompts, measurements=SETTINGS)
-
-
-@pytest.mark.tools
-def test_it_is_of_the_right_size() -> None:
-    model, prompts = tiny.llama(), [tiny.prompt(8), tiny.prompt(12, seed=1)]
-    asked, drafts = Measurements(max_new_tokens=24, repeats=2, longest_draft=4, nodes=0), [EarlyExit(2)]
-    with counted(model) as found:
-        calibrate(model, prompts, drafts, asked)
-    expected = TIMES.seconds(work(asked, prompts, len(drafts), {}))
-    assert 0.4 < expected / found.seconds < 2.5
 
 
 _ROWS, _WRITTEN = 1024, 40

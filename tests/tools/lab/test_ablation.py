@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,14 @@ import torch
 import selfspec
 from helpers import tiny
 from helpers.shrunken import shrunken
-from helpers.studies import TIMES, Guess, counted, declared, stories_loader
+from helpers.studies import Guess, Notes, declared, stories_loader
 from selfspec.accept import TokenLevel
 from selfspec.errors import StudyError
 from selfspec.measure import own_text
 from selfspec.measure import teacher_forced as passes
-from selfspec.measure.expected_time import TokenTimes
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
-from selfspec.tools.lab.ablation import Finding, estimate, fit_study, resize, sizes_of, work, work_on
+from selfspec.tools.lab.ablation import Finding, estimate, work_on
 from selfspec.tools.lab.arms import usual_runtime_name
 from selfspec.tools.lab.drafts import named_drafts, skip_set
 from selfspec.tools.lab.runs import Row, Run, Runs
@@ -133,13 +131,8 @@ def test_what_goes_wrong_with_a_draft_is_its_result(load: Load, monkeypatch: pyt
 
 
 def test_an_interrupt_keeps_what_was_finished(load: Load, tmp_path: Path, done: Counter[str]) -> None:
-    def interrupt(count: int, known: int, share: float) -> None:
-        assert 0 <= share <= 1
-        if count >= 10:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        work_on(declared(), load, Runs(tmp_path), interrupt)
+        work_on(declared(), load, Runs(tmp_path), Notes(interrupted_at=80))
     assert done.total() >= 10
     work_on(declared(), load, Runs(tmp_path))
     assert set(done.values()) == {1}
@@ -187,35 +180,6 @@ def test_greedily_generation_counts_what_teacher_forcing_says(
         assert sum(said[0][judged:]) == 0
         assert said[1][:judged] == pytest.approx(generated[1])
         assert said[2:] == pytest.approx(generated[2:])
-
-
-@pytest.mark.tools
-@pytest.mark.parametrize(("confirm", "pricing"), [(0, "weights"), (2, "weights"), (0, "measured")])
-def test_it_is_of_the_right_size(confirm: int, pricing: str) -> None:
-    load = stories_loader()
-    study = declared(drafts=["exits"], confirm=confirm, pricing=pricing, max_new_tokens=24)
-    with counted(load("stories").model) as found:
-        work_on(study, load, Runs(None))
-    expected = TIMES.seconds(work(study, load("stories"), 4, {}))
-    assert 0.4 < expected / found.seconds < 2.5
-
-
-def test_a_study_goes_on_with_the_sizes_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studied, study = stories_loader()("stories"), declared(max_new_tokens=64, confirm=6, reach=2)
-
-    def fitted(seconds: float, place: Path | None = tmp_path, minutes: float = 1) -> dict[str, int]:
-        monkeypatch.setattr(TokenTimes, "measured", lambda model: TokenTimes(seconds, seconds))
-        return dict(fit_study(study, sizes_of(study), 14, studied, minutes, Runs(place)).sizes)
-
-    begun = fitted(1.0)
-    assert begun["max_new_tokens"] == 16
-    assert fitted(1e-6) == begun
-    assert fitted(1e-6, None) == {"max_new_tokens": 64, "confirm": 6, "reach": 2}
-    assert resize(study, begun).max_new_tokens == 16
-    # With more texts it goes on from what is known; with more time it is another.
-    study = replace(study, texts=9)
-    assert fitted(1e-6) == begun
-    assert fitted(1e-6, minutes=2)["max_new_tokens"] == 64
 
 
 def test_a_file_declares_a_study(tmp_path: Path) -> None:
@@ -378,15 +342,13 @@ def test_models_and_workloads_have_names() -> None:
 
 
 def test_progress_is_that_of_what_is_left(load: Load, tmp_path: Path) -> None:
-    told: list[tuple[int, int, float]] = []
     work_on(declared(drafts="exit:1", temperatures=[0.0]), load, Runs(tmp_path))
-    work_on(
-        declared(drafts=["exit:1", "exit:2"], temperatures=[0.0], confirm=2),
-        load,
-        Runs(tmp_path),
-        lambda *each: told.append(each),
-    )
-    # Costs, texts and an exit were known, and take nothing of what is left.
-    assert told[0] == (3, 6, 0.0)
-    assert told[-1] == (6, 6, 1.0)
-    assert all(one[2] <= other[2] for one, other in pairwise(told))
+    watch, asked = Notes(1000), declared(drafts=["exit:1", "exit:2"], temperatures=[0.0], confirm=2)
+    work_on(asked, load, Runs(tmp_path), watch)
+    # Costs, texts and an exit were known, and take nothing of what is left: an exit on each text, and confirmations.
+    texts = 3
+    assert watch.expected == len(watch.steps) == texts * (1 + 2 * 4)
+    assert list(dict.fromkeys(watch.steps)) in [
+        ["exit:2", f"confirming {one}", f"confirming {two}"]
+        for one, two in (("exit:1", "exit:2"), ("exit:2", "exit:1"))
+    ]

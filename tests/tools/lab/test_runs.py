@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from helpers import tiny
-from helpers.studies import GREEDY, profile_of
+from helpers.studies import GREEDY, Notes, profile_of
 from selfspec.accept import TokenLevel
 from selfspec.draft import Assistant, ExitHead
 from selfspec.errors import BenchError, StorageError, StudyError
@@ -168,21 +168,6 @@ CELLS = {Cell("w", temperature, 1, 6, 16): [Prompts.of_one_length(torch.arange(6
 # Every arm warms up once and is timed once, on one batch.
 STEPS = 2
 SPEED: frozenset[Part] = frozenset({"speed"})
-
-
-class Notes:
-    def __init__(self, interrupted_at: int = 99) -> None:
-        self.steps: list[str] = []
-        self.expected = 0
-        self._interrupted_at = interrupted_at
-
-    def begin(self, steps: int) -> None:
-        self.expected = steps
-
-    def step(self, what: str) -> None:
-        if len(self.steps) == self._interrupted_at:
-            raise KeyboardInterrupt
-        self.steps.append(what)
 
 
 def run(
