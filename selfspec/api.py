@@ -155,9 +155,9 @@ def load(
     both, the upper plane of a layer may stay and draft, and a target pass gets the lower one: a quarter of the bits.
 
     Args:
-        path: a folder with safetensors files, or one of `selfspec pack` or a quantising library (compressed-tensors,
-            GPTQ or AWQ in 4 or 8 bits), whose weights stay packed; or a GGUF file; without a budget, also a name on the
-            model hub.
+        path: a folder with safetensors files, or one of `selfspec pack` or a quantising library (see
+            docs/quantised.md), whose weights stay packed; or a GGUF file; without a budget, also a name on the model
+            hub.
         memory: the most bytes that the process may take on the CPU, or torch on a GPU: "6GiB", or a number; None: all
             there are, and nothing is streamed.
         weights: "planes" packs weights of bfloat16 precision, in a checkpoint or model in bfloat16 or float32; within a

@@ -146,19 +146,26 @@ Planes planes_of(const PackedOperands& of, const uint8_t* lower, const int32_t* 
   return {static_cast<const uint8_t*>(of.first), lower, rows, rows + of.out, escapes, of.in};
 }
 
-// Groups: scales, and zeros or null. The setting is the kind of codes, and 8 bits further that of the scales, then in 24
-// bits the inputs of a group, and its outputs.
+// Groups: scales, zeros or null, and numbers or null: of named codes the table of 16, and behind it what rounded scales are
+// read by. The setting is the kind of codes, and 8 bits further that of the scales, then in 24 bits the inputs of a group,
+// and its outputs.
+enum Codes : int64_t { kIntegersOf4 = 4, kIntegersOf8 = 8, kFirstLower = 16, kFirstUpper = 17, kFloats8 = 18 };
+
 template <typename Work>
 bool with_groups(const PackedOperands& of, const Work& work) {
+  const float* numbers = of.part<float>(2);
   const auto read_by = [&](auto code) {
-    work(groups::Weight<decltype(code)>{static_cast<const uint8_t*>(of.first), of.parts[0], of.part<uint32_t>(1),
-                                        static_cast<groups::Scale>(of.setting >> 8 & 0xff), of.in,
+    work(groups::Weight<decltype(code)>{code, static_cast<const uint8_t*>(of.first), of.parts[0], of.part<uint32_t>(1),
+                                        numbers ? numbers + 16 : nullptr, static_cast<groups::Scale>(of.setting >> 8 & 0xff), of.in,
                                         of.setting >> 16 & 0xffffff, of.setting >> 40});
     return true;
   };
   switch (of.setting & 0xff) {
-    case 4: return read_by(groups::Integer<4>{});
-    case 8: return read_by(groups::Integer<8>{});
+    case kIntegersOf4: return read_by(groups::Integer<4>{});
+    case kIntegersOf8: return read_by(groups::Integer<8>{});
+    case kFirstLower: return read_by(groups::Named<0>{numbers});
+    case kFirstUpper: return read_by(groups::Named<4>{numbers});
+    case kFloats8: return read_by(groups::Float8{});
     default: return false;
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from selfspec.errors import CheckpointError
+from selfspec.formats.coded import Float8, MxFp4, NormalFloat4
+from selfspec.formats.format import Format
 from selfspec.formats.groups import Groups, unpacked
 from selfspec.formats.words import WordsOfAwq, WordsOfGptq
 from selfspec.model.checkpoint import weight_files
@@ -99,25 +102,26 @@ def groups_of(
     if len(shape) != 2 or len(codes.shape) != 2 or len(scales.shape) != 2 or not all(shape):
         raise UnknownQuantisationError(f"{name} of shape {list(shape)}")
     format = Groups(32 * codes.shape[1] // shape[1], shape[1] // scales.shape[1], zeros is None, _name(scales.dtype))
-    return _located(
-        name, shape, format, {"codes": codes, "scales": scales, "zeros": zeros or replace(codes, shape=(0,))}
-    )
+    parts = {"codes": codes, "scales": scales, "zeros": zeros or replace(codes, shape=(0,))}
+    return _located(name, shape, format, parts, scales.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _located(name: str, shape: torch.Size, format: Groups, parts: dict[str, StoredTensor]) -> StoredWeight:
+def _located(
+    name: str, shape: torch.Size, format: Format, parts: dict[str, StoredTensor], dtype: torch.dtype
+) -> StoredWeight:
     if not format.fits(shape):
-        raise UnknownQuantisationError(f"{name} in {format}, with {shape[1]} inputs")
+        raise UnknownQuantisationError(f"{name} in {format}, with {shape[-1]} inputs")
     for part, like in format.empty(shape, torch.device("meta")).parts.items():
         if parts[part].shape != tuple(like.shape) or parts[part].dtype != like.dtype:
             raise CheckpointError(
                 f"the {part} of {name} are {parts[part].dtype} {list(parts[part].shape)}, and not {like.dtype} "
                 f"{list(like.shape)}; copy the checkpoint again"
             )
-    return StoredWeight(shape, parts["scales"].dtype, parts, format)
+    return StoredWeight(shape, dtype, parts, format)
 
 
 def _gptq(
@@ -142,7 +146,7 @@ def _gptq(
             raise UnknownQuantisationError(f"zeros that are read in two ways ({name}.qzeros)")
         format = WordsOfGptq(bits, size, scale=_name(parts["scales"].dtype), less=less)
         shape = torch.Size((parts["scales"].shape[1], inputs))
-        yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts)
+        yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts, parts["scales"].dtype)
 
 
 def _awq(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles) -> Iterator[tuple[str, StoredWeight]]:
@@ -154,7 +158,8 @@ def _awq(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles
         name, parts = layer.name, layer.parts
         inputs, (groups, outputs) = parts["qweight"].shape[0], parts["scales"].shape
         format = WordsOfAwq(4, inputs // groups, scale=_name(parts["scales"].dtype))
-        yield f"{name}.weight", _located(f"{name}.weight", torch.Size((outputs, inputs)), format, parts)
+        shape = torch.Size((outputs, inputs))
+        yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts, parts["scales"].dtype)
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,78 @@ def _by_output(rest: dict[str, StoredTensor]) -> Iterator[_Layer]:
         yield _Layer(name, found, rest.pop(f"{name}.g_idx", None))
 
 
+def _fp8(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles) -> Iterator[tuple[str, StoredWeight]]:
+    """Take the weights in floats of 8 bits out of the rest, by name: with a scale for each block, or for all."""
+    if about.get("activation_scheme") != "dynamic":
+        raise UnknownQuantisationError("FP8 with fixed scales of activations")
+    for name in [each.removesuffix("_scale_inv") for each in rest if each.endswith(".weight_scale_inv")]:
+        codes, scales = rest.pop(name, None), rest.pop(f"{name}_scale_inv")
+        if codes is None:
+            raise CheckpointError(f"{name} is missing beside its scales; copy the checkpoint again")
+        if codes.dtype != torch.float8_e4m3fn or len(codes.shape) != 2 or not all(codes.shape):
+            raise UnknownQuantisationError(f"{name} in {codes.dtype} {list(codes.shape)}")
+        shape = torch.Size(codes.shape)
+        if scales.numel == 1:
+            scales = replace(scales, shape=(1, 1))
+        if len(scales.shape) != 2 or shape[1] % scales.shape[1]:
+            raise UnknownQuantisationError(f"{name} with scales {list(scales.shape)}")
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = replace(scales, dtype=torch.uint8)
+        inputs, blocks = shape[1] // scales.shape[1], scales.shape[0]
+        outputs = 1 if blocks == shape[0] else shape[0] if blocks == 1 else inputs
+        format = Float8(inputs, outputs, _name(scales.dtype))
+        parts = {"codes": replace(codes, dtype=torch.uint8), "scales": scales}
+        yield name, _located(name, shape, format, parts, torch.float32)
+
+
+def _mxfp4(
+    _about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles
+) -> Iterator[tuple[str, StoredWeight]]:
+    """Take the weights of experts in MXFP4 out of the rest, by name; modules hold them as `[experts, in, out]`."""
+    for name in [each.removesuffix("_blocks") for each in rest if each.endswith("_blocks")]:
+        codes, scales = rest.pop(f"{name}_blocks"), rest.pop(f"{name}_scales", None)
+        if scales is None or len(codes.shape) != 4:
+            raise CheckpointError(
+                f"{name}_blocks are {list(codes.shape)}, or have no scales; copy the checkpoint again"
+            )
+        experts, outputs, groups, size = codes.shape
+        shape = torch.Size((experts, outputs, 2 * groups * size))
+        parts = {"codes": replace(codes, shape=(experts, outputs, groups * size)), "scales": scales}
+        yield name, replace(_located(name, shape, MxFp4(), parts, torch.bfloat16), transposed=True)
+
+
+def _bitsandbytes(
+    about: Mapping[str, Any], rest: dict[str, StoredTensor], files: WeightFiles
+) -> Iterator[tuple[str, StoredWeight]]:
+    """Take the weights of bitsandbytes in 4 bits out of the rest, by name."""
+    if not about.get("load_in_4bit"):
+        raise UnknownQuantisationError("bitsandbytes in 8 bits")
+    for key in [each for each in rest if ".quant_state." in each]:
+        name = key.partition(".quant_state.")[0]
+        state = json.loads(bytes(files.mapped(rest.pop(key)).tolist()))
+        parts = {part: rest.pop(name + suffix, None) for part, suffix in _OF_BITSANDBYTES.items()}
+        codes, scales, table = parts["codes"], parts["scales"], parts["table"]
+        if codes is None or scales is None or table is None or codes.nbytes * 2 != torch.Size(state["shape"]).numel():
+            raise CheckpointError(f"of {name} a part is missing (absmax, quant_map); copy the checkpoint again")
+        shape, inputs, rounded = torch.Size(state["shape"]), state["blocksize"], parts["factors"] is not None
+        if len(shape) != 2 or shape[1] % inputs or (rounded and state["nested_blocksize"] != 256):
+            raise UnknownQuantisationError(f"{name} {list(shape)} in blocks of {inputs}")
+        found = {part: each or replace(table, shape=(0,)) for part, each in parts.items()}
+        found["codes"] = replace(codes, shape=(shape[0], shape[1] // 2), dtype=torch.uint8)
+        found["scales"] = replace(scales, shape=(shape[0], shape[1] // inputs))
+        format = NormalFloat4(inputs, rounded, state.get("nested_offset", 0.0))
+        yield name, _located(name, shape, format, found, torch.float32)
+
+
+_OF_BITSANDBYTES = {
+    "codes": "",
+    "scales": ".absmax",
+    "table": ".quant_map",
+    "steps": ".nested_quant_map",
+    "factors": ".nested_absmax",
+}
+
+
 def why_not_read(folder: Path, config: PreTrainedConfig) -> str | None:
     """Say why no kernel reads the quantised weights in a folder, by their headers; None: they are read."""
     about = quantisation_of(config)
@@ -189,4 +266,11 @@ def why_not_read(folder: Path, config: PreTrainedConfig) -> str | None:
 
 
 _Method = Callable[[Mapping[str, Any], dict[str, StoredTensor], WeightFiles], Iterator[tuple[str, StoredWeight]]]
-_METHODS: dict[str, _Method] = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+_METHODS: dict[str, _Method] = {
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+}

@@ -233,12 +233,19 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
         weights = gguf_weights(folder, config, files)
     elif is_packed(folder):
         weights = packed_weights(folder, files)
-    elif quantisation is not None and not is_made_dense(quantisation):
-        weights = _quantised(folder, config, quantisation, files)
-        config = without_quantisation(config)
     else:
         tensors = stored_tensors(weight_files(folder, config))
         weights = {name: StoredWeight.dense(each) for name, each in tensors.items()}
+        if quantisation is not None:
+            try:
+                weights = quantised_weights(quantisation, tensors, files)
+                config = without_quantisation(config)
+            except UnknownQuantisationError as error:
+                if not is_made_dense(quantisation):
+                    raise UnsupportedModelError(
+                        f"{folder} has {error}, which no kernel reads; load it without memory= and weights=, as its "
+                        "library runs it"
+                    ) from error
     model = _loaded(folder, config, dtype, weights, files)
     model.name_or_path = model.config.name_or_path = str(folder)
     # As the loader does for a folder.
@@ -265,17 +272,6 @@ def skeleton(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, 
             if isinstance(buffer, DeferredTensor):
                 module._buffers[key] = buffer.values()
     return Skeleton(model.eval(), deferred, stored)
-
-
-def _quantised(
-    folder: Path, config: PreTrainedConfig, about: Mapping[str, Any], files: WeightFiles
-) -> dict[str, StoredWeight]:
-    try:
-        return quantised_weights(about, stored_tensors(weight_files(folder, config)), files)
-    except UnknownQuantisationError as error:
-        raise UnsupportedModelError(
-            f"{folder} has {error}, which no kernel reads; load it without memory= and weights=, as its library runs it"
-        ) from error
 
 
 def names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:

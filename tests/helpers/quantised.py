@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -72,15 +74,63 @@ def awq(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
     return {"qweight": next(inside), "scales": scales.half().t(), "qzeros": next(inside)}
 
 
-Parts = tuple[Tensor, Tensor, Tensor]
+def in_groups(
+    bits: int, group: int, symmetric: bool, layout: Callable[..., dict[str, Tensor]]
+) -> Callable[[Tensor], LaidOut]:
+    """Round weights to integers, laid out by `layout(codes, scales, zeros)`."""
+
+    def laid_out(weight: Tensor) -> LaidOut:
+        parts = grouped(weight, bits, group, symmetric)
+        return LaidOut(layout(*parts), dense(*parts))
+
+    return laid_out
+
+
+def float8(weight: Tensor, rows: int = 16, columns: int = 16) -> LaidOut:
+    """Round a weight to floats of 8 bits with a scale for each block, as transformers' FP8 has them."""
+    blocks = weight.float().view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    codes = (blocks / scales).to(torch.float8_e4m3fn)
+    parts = {"weight": codes.view(weight.shape), "weight_scale_inv": scales[:, 0, :, 0]}
+    return LaidOut(parts, (codes.float() * scales).view(weight.shape))
+
+
+FP8: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+
+
+def normal_float4(weight: Tensor, rounded: bool) -> LaidOut:
+    """Round a weight to numbers of a table as bitsandbytes lays them out, its scales as well if they are `rounded`."""
+    table = torch.linspace(-1, 1, 16) ** 3
+    blocks = weight.float().view(-1, 16)
+    scales = blocks.abs().amax(1)
+    parts = {"weight.quant_map": table}
+    state: dict[str, Any] = {"blocksize": 16, "shape": list(weight.shape), "dtype": "bfloat16"}
+    if rounded:
+        steps, added = torch.linspace(-1, 1, 256), scales.mean()
+        factors = torch.stack([(each - added).abs().amax() for each in scales.split(256)])
+        of_each = factors.repeat_interleave(256)[: len(scales)]
+        places = ((scales - added) / of_each)[:, None].sub(steps).abs().argmin(1)
+        scales = steps[places] * of_each + added
+        parts |= {"weight.absmax": places.byte(), "weight.nested_quant_map": steps, "weight.nested_absmax": factors}
+        state |= {"nested_blocksize": 256, "nested_offset": added.item()}
+    else:
+        parts["weight.absmax"] = scales
+    codes = (blocks / scales[:, None])[..., None].sub(table).abs().argmin(-1)
+    parts["weight"] = (codes.view(-1, 2)[:, :1] << 4 | codes.view(-1, 2)[:, 1:]).byte()
+    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return LaidOut(parts, (table[codes] * scales[:, None]).view(weight.shape))
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """Holds a quantised weight by the names behind its layer's, and what it stands for, `[out, in]` in float32."""
+
+    parts: Mapping[str, Tensor]
+    dense: Tensor
 
 
 def save_quantised(
-    model: PreTrainedModel,
-    folder: Path,
-    rounded: Callable[[Tensor], Parts],
-    layout: Callable[..., dict[str, Tensor]],
-    about: dict[str, object],
+    model: PreTrainedModel, folder: Path, laid_out: Callable[[Tensor], LaidOut], about: dict[str, object]
 ) -> PreTrainedModel:
     """Save a model whose linear layers, but the head, are quantised; return it with their dense weights, in float32."""
     model.save_pretrained(folder)
@@ -88,9 +138,9 @@ def save_quantised(
     tensors = load_file(folder / "model.safetensors")
     for name, module in found.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
-            parts = rounded(tensors.pop(f"{name}.weight"))
-            tensors |= {f"{name}.{part}": each.contiguous() for part, each in layout(*parts).items()}
-            module.weight.data = dense(*parts)
+            made = laid_out(tensors.pop(f"{name}.weight"))
+            tensors |= {f"{name}.{part}": each.contiguous() for part, each in made.parts.items()}
+            module.weight.data = made.dense
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": about}))

@@ -826,6 +826,10 @@ CATALOGUE = (
         "words + self.less * _1", "words + 0 * _1", ("test_texts_and_programs_are_those_of_the_dense_weights",)),
     Mutation("outputs of AWQ are read in the order of their words", "WordsOfAwq.codes",
         "enumerate(_ORDER)", "enumerate(range(8))", ("test_texts_and_programs_are_those_of_the_dense_weights",)),
+    Mutation("rounded scales of NF4 are taken without what is added", "NormalFloat4.parameter",
+        "self.added", "0.0", ("test_texts_and_programs_are_those_of_the_dense_weights",)),
+    Mutation("a scale of FP8 is taken for that of a row's inputs", "CodedLinear.__init__",
+        "self.in_features // _1", "self.in_features", ("test_floats_of_8_bits_are_numbers_of_torch",)),
     # Chat templates and calls of tools.
     Mutation("formats are taken without reading what the template writes", "_reads",
         "any(_1 == _2 for calls in reads)", "True", ("test_calls_of_published_shapes", "test_formats")),

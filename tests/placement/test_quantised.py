@@ -15,7 +15,17 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.copies import plan
-from helpers.quantised import awq, compressed, compressed_config, gptq, grouped, save_quantised
+from helpers.quantised import (
+    FP8,
+    awq,
+    compressed,
+    compressed_config,
+    float8,
+    gptq,
+    in_groups,
+    normal_float4,
+    save_quantised,
+)
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
 from selfspec.formats.packed import PackedWeight
 from selfspec.model.checkpoint import read_config
@@ -33,6 +43,7 @@ by_each_kind = pytest.mark.parametrize(
     [
         *((4, True, "compressed"), (4, False, "compressed"), (8, True, "compressed"), (8, False, "compressed")),
         *((4, True, "gptq"), (8, False, "gptq"), (4, False, "gptq_v2"), (4, False, "awq")),
+        *((8, True, "fp8"), (4, True, "bitsandbytes"), (4, False, "bitsandbytes")),
     ],
 )
 
@@ -48,10 +59,14 @@ def saved(folder: Path, bits: int = 4, symmetric: bool = True, library: str = "c
     elif library != "compressed":
         layout = partial(gptq, bits=bits, less=int(library == "gptq"))
         about = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "checkpoint_format": library}
+    laid_out = in_groups(bits, GROUP, symmetric, layout)
+    if library == "fp8":
+        laid_out, about = float8, FP8
+    elif library == "bitsandbytes":
+        laid_out, about = partial(normal_float4, rounded=symmetric), {"quant_method": library, "load_in_4bit": True}
     # Scales in the dtype in which each library keeps them.
-    dtype = torch.bfloat16 if library == "compressed" else torch.float16
-    rounded = partial(grouped, bits=bits, group=GROUP, symmetric=symmetric)
-    return save_quantised(tiny.llama(dtype=dtype), folder, rounded, layout, about)
+    dtype = torch.float16 if library in ("gptq", "gptq_v2", "awq") else torch.bfloat16
+    return save_quantised(tiny.llama(dtype=dtype), folder, laid_out, about)
 
 
 def packed_names(model: PreTrainedModel) -> set[str]:
@@ -81,7 +96,7 @@ def test_texts_and_programs_are_those_of_the_dense_weights(
 
 @pytest.mark.parametrize(
     ("draft", "library"),
-    [("lookup", "gptq"), ("exit:2", "compressed"), ("int8", "gptq"), ("lookup+int4", "compressed")],
+    [("lookup", "gptq"), ("exit:2", "compressed"), ("int8", "gptq"), ("lookup+int4", "compressed"), ("int4", "fp8")],
 )
 def test_drafts_run_over_them(tmp_path: Path, draft: str, library: str) -> None:
     expected = saved(tmp_path, 8, library=library).generate(tiny.prompt(9), **OPTIONS)
@@ -166,6 +181,9 @@ def test_what_no_kernel_reads_is_left_to_its_library_and_refused_by_name_within_
         ("gptq", {}, {"qzeros": torch.full((4, 16), -1, dtype=torch.int32)}, "read in two ways"),
         ("gptq", {"bits": 2}, {}, "GPTQ in 2 bits"),
         ("awq", {"version": "gemv"}, {}, "AWQ in gemv"),
+        ("fp8", {"activation_scheme": "static"}, {}, "fixed scales of activations"),
+        ("fp8", {}, {"weight": torch.zeros(48, 32)}, "up_proj.weight in torch.float32"),
+        ("bitsandbytes", {"load_in_4bit": False}, {}, "bitsandbytes in 8 bits"),
     ],
 )
 def test_what_no_kernel_reads_of_others_is_left_to_its_library(
@@ -186,8 +204,27 @@ def test_what_no_kernel_reads_of_others_is_left_to_its_library(
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Any], words: str) -> None:
-    saved(tmp_path)
+    saved(tmp_path, library="compressed")
     _tensors(tmp_path, tensors)
+    error: type[SelfSpecError] = CheckpointError
+    with pytest.raises(error, match=words):
+        selfspec.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("library", "tensors", "words"),
+    [
+        ("bitsandbytes", {"weight.absmax": None}, "a part is missing"),
+        ("bitsandbytes", {"weight.nested_absmax": torch.ones(2)}, "the factors of"),
+        ("fp8", {"weight": None}, "is missing beside its scales"),
+        ("fp8", {"weight_scale_inv": torch.ones(2, 2)}, "the scales of"),
+    ],
+)
+def test_parts_of_others_that_do_not_fit_are_refused(
+    tmp_path: Path, library: str, tensors: dict[str, Any], words: str
+) -> None:
+    saved(tmp_path, 8, library=library)
+    _tensors(tmp_path, tensors, "")
     error: type[SelfSpecError] = CheckpointError
     with pytest.raises(error, match=words):
         selfspec.load(tmp_path)

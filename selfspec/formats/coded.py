@@ -1,0 +1,203 @@
+"""Codes of checkpoints that stand for numbers of a table, or for floats of 8 bits, in groups that share a scale.
+
+A weight is what its code stands for, times the scale, rounded once to float32. Everything is read as it lies.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.formats.format import Format
+from selfspec.formats.packed import KernelLinear, Operands, Packed, fixed
+from selfspec.kernels import native
+
+# Numbers of the scales' dtypes in `groups.h`; bytes are exponents, or rounded themselves.
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_EXPONENTS, _ROUNDED = 3, 4
+# Inputs that kernels read at once divide groups.
+_AT_ONCE = 16
+_NAMED = 16
+# How many scales of NF4 are rounded together.
+_TOGETHER = 256
+
+
+class CodedLinear(KernelLinear):
+    """Multiplies by codes, to the last bit as `selfspec.kernels.native.few_rows` by the dense weight.
+
+    A scale is that of a row, of a square block, or of all rows, by how many there are.
+
+    Attributes:
+        kind: number of this kind of codes in `program.cpp`.
+    """
+
+    kind: ClassVar[int]
+
+    def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(packed, bias, dtype)
+        self.codes, self.scales = fixed(packed["codes"]), fixed(packed["scales"])
+        # The table, and behind it what rounded scales stand for, what is added to them, and their factors.
+        self.numbers = fixed(packed.parts.get("numbers", torch.empty(0, device=self.codes.device)))
+        self.inputs = self.in_features // self.scales.shape[1]
+        rows = self.scales.shape[0]
+        self.outputs = 1 if rows == self.out_features else self.out_features if rows == 1 else self.inputs
+
+    @property
+    def operands(self) -> Operands:
+        scale = _SCALES.get(self.scales.dtype, _ROUNDED if self.numbers.numel() > _NAMED else _EXPONENTS)
+        setting = self.kind | scale << 8 | self.inputs << 16 | self.outputs << 40
+        numbers = self.numbers if self.numbers.numel() else None
+        return Operands(self.codes, (self.scales, None, numbers), native.GROUPS, setting)
+
+    def decoded(self, numbers: Tensor) -> Tensor:
+        found: Tensor = self.named(self.codes[numbers]).unflatten(1, (-1, self.inputs))
+        return (found * self._scales(numbers // self.outputs)[..., None]).flatten(1)
+
+    @abstractmethod
+    def named(self, codes: Tensor) -> Tensor:
+        """Return what the codes in bytes, `[rows, bytes]`, stand for, `[rows, in]` in float32."""
+
+    def _scales(self, rows: Tensor) -> Tensor:
+        scales = self.scales[rows]
+        if scales.dtype != torch.uint8:
+            return scales.float()
+        if self.numbers.numel() <= _NAMED:
+            return scales.view(torch.float8_e8m0fnu).float()
+        steps, groups = self.numbers[_NAMED:], self.scales.shape[1]
+        places = rows[:, None] * groups + torch.arange(groups, device=rows.device)
+        return steps[scales.long()] * steps[1 + _TOGETHER + places // _TOGETHER] + steps[_TOGETHER]
+
+
+class Float8Linear(CodedLinear):
+    """Multiplies by floats of 8 bits with 4 of exponent and 3 of mantissa."""
+
+    kind = 18
+
+    def named(self, codes: Tensor) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).float()
+
+
+class LowerFirstLinear(CodedLinear):
+    """Multiplies by numbers of a table; of two codes in a byte the first is in the lower bits."""
+
+    kind = 16
+
+    def named(self, codes: Tensor) -> Tensor:
+        return self._of_table(codes & 15, codes >> 4)
+
+    def _of_table(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.numbers[torch.stack([first, second], 2).flatten(1).long()]
+
+
+class UpperFirstLinear(LowerFirstLinear):
+    """Multiplies by numbers of a table; of two codes in a byte the first is in the upper bits."""
+
+    kind = 17
+
+    def named(self, codes: Tensor) -> Tensor:
+        return self._of_table(codes >> 4, codes & 15)
+
+
+@dataclass(frozen=True)
+class Coded(Format):
+    """Keeps `codes`, `[..., out, in * bits / 8]` in bytes, and `scales`, as a quantised checkpoint has them."""
+
+    bits = 4
+    acceptance = 1.0
+    parts: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    fetched = ("codes",)
+    exact = True
+    packs = False
+    copies = False
+
+    inputs: int = 32
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        if not self.fits(shape):
+            raise RuntimeError(f"{list(shape)}: groups of {self.inputs} have no kernel")
+        codes = torch.empty(*shape[:-1], shape[-1] * self.bits // 8, dtype=torch.uint8, device=device)
+        return Packed(torch.Size(shape), {"codes": codes, "scales": self._scales(shape, device)})
+
+    def _scales(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.empty(*shape[:-1], shape[-1] // self.inputs, dtype=torch.uint8, device=device)
+
+    def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
+        return len(shape) >= 2 and self.inputs % _AT_ONCE == 0 and shape[-1] % self.inputs == 0
+
+    def pack(self, weight: Tensor) -> Packed:
+        raise RuntimeError("checkpoints of other libraries have such codes; none are made")
+
+
+@dataclass(frozen=True)
+class Float8(Coded):
+    """Keeps floats of 8 bits, and a scale for each row, for each block of as many outputs as inputs, or for all."""
+
+    name = "fp8"
+    help = "the floats of 8 bits of a checkpoint, as they lie"
+    bits = 8
+    layer: ClassVar[type[CodedLinear]] = Float8Linear
+
+    inputs: int = 128
+    outputs: int = 128
+    scale: str = "float32"
+
+    def _scales(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        blocks = (-(-shape[0] // self.outputs), shape[1] // self.inputs)
+        return torch.empty(blocks, dtype=getattr(torch, self.scale), device=device)
+
+    def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
+        blocks = self.outputs in (1, self.inputs) or self.outputs >= shape[0]
+        return super().fits(shape, device) and len(shape) == 2 and blocks
+
+
+@dataclass(frozen=True)
+class MxFp4(Coded):
+    """Keeps floats of 4 bits in groups of 32, whose scales are powers of 2 (OCP Microscaling Formats 1.0)."""
+
+    name = "mxfp4"
+    help = "the floats of 4 bits of a checkpoint, as they lie"
+    layer: ClassVar[type[CodedLinear]] = LowerFirstLinear
+
+    def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+        half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=packed["codes"].device)
+        numbers = torch.cat([half, -half]).expand(*packed.shape[:-2], -1)
+        return super().parameter(Packed(packed.shape, {**packed.parts, "numbers": numbers}), dtype, transposed)
+
+
+@dataclass(frozen=True)
+class NormalFloat4(Coded):
+    """Keeps the 4 bits of bitsandbytes: codes of a table, NF4's or FP4's (QLoRA, arXiv 2305.14314).
+
+    Attributes:
+        rounded: whether scales are bytes, that stand for one of `steps`, `[256]`, times one of `factors`, one for 256
+            scales, plus `added`: double quantisation. Else they are in float32.
+    """
+
+    name = "nf4"
+    help = "the codes of a checkpoint of bitsandbytes, as they lie"
+    parts = ("codes", "scales", "table", "steps", "factors")
+    layer: ClassVar[type[CodedLinear]] = UpperFirstLinear
+
+    inputs: int = 64
+    rounded: bool = True
+    added: float = 0.0
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        found = super().empty(shape, device)
+        scales = found["scales"]
+        sizes = {"table": _NAMED, "steps": 0, "factors": 0}
+        if self.rounded:
+            sizes |= {"steps": _TOGETHER, "factors": -(-scales.numel() // _TOGETHER)}
+        more = {part: torch.empty(size, device=device) for part, size in sizes.items()}
+        return Packed(found.shape, {**found.parts, "scales": scales if self.rounded else scales.float(), **more})
+
+    def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+        added = packed["table"].new_full((int(self.rounded),), self.added)
+        numbers = torch.cat([packed["table"], packed["steps"], added, packed["factors"]])
+        parts = {"codes": packed["codes"], "scales": packed["scales"], "numbers": numbers}
+        return super().parameter(Packed(packed.shape, parts), dtype, transposed)
