@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
 from starlette.requests import Request
@@ -57,14 +56,12 @@ class Work:
         return sum(map(len, self.prompts))
 
 
-@dataclass(frozen=True)
-class NewPiece:
-    """What is new of one answer, and when its tokens came, in seconds since the request's beginning."""
+class _Arrived(NamedTuple):
+    """An event of an answer, and when it came, in seconds since the request's beginning."""
 
-    index: int
-    piece: Piece
-    tokens: int
+    answer: int
     seconds: float
+    event: Event
 
 
 class Form(Protocol):
@@ -76,8 +73,8 @@ class Form(Protocol):
     def begin(self) -> Iterable[str]:
         """Write what comes before the first piece."""
 
-    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
-        """Write what is new of an answer; so far there are so many tokens."""
+    def piece(self, index: int, new: Piece, counts: Counts) -> Iterable[str]:
+        """Write what is new of the answer of this index; so far there are so many tokens."""
 
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
         """Write what comes after the last piece."""
@@ -97,7 +94,7 @@ class ChoicesForm(Form):
     head: Body
     prompt_tokens: int
     opening: Sequence[Body]
-    chunk: Callable[[NewPiece], Body]
+    chunk: Callable[[int, Piece], Body]
     one: Callable[[int, Choice], Body]
     options: StreamOptions | None
 
@@ -108,10 +105,9 @@ class ChoicesForm(Form):
     def begin(self) -> Iterable[str]:
         return [self._event([choice], Counts()) for choice in self.opening]
 
-    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
-        piece = new.piece
-        if piece.text or piece.thought or piece.scored or piece.calls or piece.finish_reason:
-            yield self._event([self.chunk(new)], counts)
+    def piece(self, index: int, new: Piece, counts: Counts) -> Iterable[str]:
+        if new.text or new.thought or new.scored or new.calls or new.finish_reason:
+            yield self._event([self.chunk(index, new)], counts)
 
     def end(self, choices: Sequence[Choice], counts: Counts) -> Iterable[str]:
         if self.options is not None and self.options.include_usage:
@@ -246,10 +242,10 @@ async def answer(
         answering.cancel()
         raise
     if request.stream:
-        return _Stream(answering, _events(served, http, answering, form))
+        return _Stream(answering, _events(http, answering, form))
 
     async def run() -> None:
-        async for _ in _watched(served, http, answering):
+        async for _ in answering.pieces(http):
             pass
 
     try:
@@ -259,55 +255,19 @@ async def answer(
     return JSONResponse(form.whole(answering.choices, answering.counts))
 
 
-async def _events(served: Served, http: Request, answering: Answering, form: Form) -> AsyncIterator[str]:
+async def _events(http: Request, answering: Answering, form: Form) -> AsyncIterator[str]:
     """Yield answers as server-sent events."""
     try:
         for each in form.begin():
             yield each
-        async for new in _watched(served, http, answering):
-            for each in form.piece(new, answering.counts):
+        async for index, new in answering.pieces(http):
+            for each in form.piece(index, new, answering.counts):
                 yield each
         for each in form.end(answering.choices, answering.counts):
             yield each
     except ApiError as error:
         for each in form.failed(error):
             yield each
-
-
-async def _watched(served: Served, http: Request, answering: Answering) -> AsyncIterator[NewPiece]:
-    """Yield the pieces of answers, counted on their way."""
-    metrics = served.metrics
-    # Seconds until the last tokens of each answer, since the request's beginning.
-    first, last = None, dict[int, float]()
-    try:
-        async for new in answering.pieces():
-            if new.tokens:
-                if new.index in last:
-                    between = (new.seconds - last[new.index]) / new.tokens
-                    for _ in range(new.tokens):
-                        metrics.between_tokens.observe(between)
-                else:
-                    first = new.seconds if first is None else first
-                    metrics.first_token.observe(new.seconds)
-                last[new.index] = new.seconds
-            if new.piece.finish_reason is not None:
-                metrics.ended(new.piece.finish_reason)
-                metrics.whole_answer.observe(new.seconds)
-                metrics.answer_tokens.observe(answering.choices[new.index].counts.tokens)
-            yield new
-    finally:
-        counts = answering.counts
-        note(
-            http.scope,
-            completion_tokens=counts.tokens,
-            cached_tokens=counts.cached,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            first_token_seconds=None if first is None else round(first, 4),
-            finish_reasons=[choice.finish_reason for choice in answering.choices],
-        )
-        if served.log_text:
-            note(http.scope, answers=[choice.text for choice in answering.choices])
 
 
 async def unless_gone(http: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
@@ -369,21 +329,14 @@ def usage(prompt_tokens: int, counts: Counts) -> Body:
 class Answering:
     """Answers one request within its time: a row of the engine for each answer, ended by any stop string."""
 
-    def __init__(
-        self,
-        served: Served,
-        rows: Sequence[RowRequest],
-        stops: Sequence[str],
-        work: Work,
-    ) -> None:
-        self._engine = served.engine
+    def __init__(self, served: Served, rows: Sequence[RowRequest], stops: Sequence[str], work: Work) -> None:
+        self._served = served
         self._answers = len(rows) // len(work.prompts)
         self._rows = rows
-        self._begun = time.monotonic()
-        self._most_seconds = served.limits.request_seconds
-        self._until = self._begun + self._most_seconds
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, float, Event]] = asyncio.Queue()
+        self._begun = self._loop.time()
+        self._until = self._begun + served.limits.request_seconds
+        self._events: asyncio.Queue[_Arrived] = asyncio.Queue()
         # One that is cancelled before it is handed over ends before it is read.
         self._tickets = [Ticket(self._listener(index)) for index in range(len(rows))]
         tools, thoughts = work.tools, work.thoughts
@@ -403,7 +356,7 @@ class Answering:
     def submit(self) -> None:
         """Hand every row to the engine, or none. May be called from any thread."""
         try:
-            self._engine.submit_all(self._rows, self._tickets)
+            self._served.engine.submit_all(self._rows, self._tickets)
         except SelfSpecError as error:
             raise api_error(error, "max_tokens") from error
 
@@ -412,32 +365,62 @@ class Answering:
         for ticket in self._tickets:
             ticket.cancel()
 
-    async def pieces(self) -> AsyncIterator[NewPiece]:
-        """Yield what is new, as it comes, until every answer has ended."""
-        growing = set(range(len(self.choices)))
-        while growing:
-            try:
-                async with asyncio.timeout(self._until - time.monotonic()):
-                    index, seconds, event = await self._events.get()
-            except TimeoutError:
-                raise ApiError(
-                    408,
-                    f"the answer is not complete after {self._most_seconds:g} s, the most that a request may take; ask "
-                    "for fewer tokens, or try again when fewer requests run",
-                    None,
-                    "request_timeout",
-                ) from None
-            if index not in growing:
-                continue
-            if isinstance(event, Finished) and event.error is not None:
-                raise api_error(event.error) from event.error
-            choice, before = self.choices[index], self.choices[index].counts.tokens
-            piece = choice.take(event) if isinstance(event, Committed) else choice.end(event)
-            if piece.finish_reason is not None:
-                growing.remove(index)
-                if isinstance(event, Committed):
+    async def pieces(self, http: Request) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield what is new of the answer of an index, as it comes, until every one has ended; count it."""
+        growing, metrics = set(range(len(self.choices))), self._served.metrics
+        # Seconds until the last tokens of each answer, since the request's beginning.
+        first, last = None, dict[int, float]()
+        try:
+            while growing:
+                index, seconds, event = await self._next()
+                if index not in growing:
+                    continue
+                if isinstance(event, Finished) and event.error is not None:
+                    raise api_error(event.error) from event.error
+                choice, before = self.choices[index], self.choices[index].counts.tokens
+                piece = choice.take(event) if isinstance(event, Committed) else choice.end(event)
+                tokens = choice.counts.tokens - before
+                if tokens and index in last:
+                    for _ in range(tokens):
+                        metrics.between_tokens.observe((seconds - last[index]) / tokens)
+                elif tokens:
+                    first = seconds if first is None else first
+                    metrics.first_token.observe(seconds)
+                if tokens:
+                    last[index] = seconds
+                if piece.finish_reason is not None:
+                    growing.remove(index)
                     self._tickets[index].cancel()
-            yield NewPiece(index, piece, choice.counts.tokens - before, seconds)
+                    metrics.ended(piece.finish_reason)
+                    metrics.whole_answer.observe(seconds)
+                    metrics.answer_tokens.observe(choice.counts.tokens)
+                yield index, piece
+        finally:
+            counts = self.counts
+            note(
+                http.scope,
+                completion_tokens=counts.tokens,
+                cached_tokens=counts.cached,
+                drafted=counts.drafted,
+                accepted=counts.accepted,
+                first_token_seconds=None if first is None else round(first, 4),
+                finish_reasons=[choice.finish_reason for choice in self.choices],
+                **({"answers": [choice.text for choice in self.choices]} if self._served.log_text else {}),
+            )
+
+    async def _next(self) -> _Arrived:
+        """Wait for the next event of an answer, within the time of the request."""
+        try:
+            async with asyncio.timeout_at(self._until):
+                return await self._events.get()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the answer is not complete after {self._served.limits.request_seconds:g} s, the most that a request "
+                "may take; ask for fewer tokens, or try again when fewer requests run",
+                None,
+                "request_timeout",
+            ) from None
 
     @property
     def counts(self) -> Counts:
@@ -449,7 +432,7 @@ class Answering:
 
     def _listener(self, index: int) -> Callable[[Event], None]:
         def listen(event: Event) -> None:
-            seconds = time.monotonic() - self._begun
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, seconds, event))
+            seconds = self._loop.time() - self._begun
+            self._loop.call_soon_threadsafe(self._events.put_nowait, _Arrived(index, seconds, event))
 
         return listen

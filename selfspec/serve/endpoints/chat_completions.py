@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -19,12 +19,11 @@ from selfspec.serve.api_error import ApiError, api_error, validation_error
 from selfspec.serve.chat.call_formats import CallFormat, ResponseFormat
 from selfspec.serve.chat.call_reader import CallDelta, ToolCall
 from selfspec.serve.chat.template import ChatTemplate
-from selfspec.serve.choice import Choice, Counts, ScoredToken
+from selfspec.serve.choice import Choice, Counts, Piece, ScoredToken
 from selfspec.serve.endpoints.answering import (
     Body,
     ChoicesForm,
     Form,
-    NewPiece,
     Work,
     answer,
     note_prompts,
@@ -58,12 +57,10 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     def logprobs(scored: Sequence[ScoredToken]) -> Body | None:
         return None if work.logprobs is None else _logprobs(served.texts, scored)
 
-    def chunk(new: NewPiece) -> Body:
-        parts = {"reasoning_content": new.piece.thought, "content": new.piece.text}
-        said: Body = {name: text for name, text in parts.items() if text}
-        if new.piece.calls:
-            said["tool_calls"] = list(map(_delta, new.piece.calls))
-        return _chunk(new.index, said, logprobs(new.piece.scored), new.piece.finish_reason)
+    def chunk(index: int, new: Piece) -> Body:
+        parts = {"reasoning_content": new.thought, "content": new.text, "tool_calls": list(map(_delta, new.calls))}
+        said = {name: part for name, part in parts.items() if part}
+        return _chunk(index, said, logprobs(new.scored), new.finish_reason)
 
     def one(index: int, choice: Choice) -> Body:
         message: Body = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -227,18 +224,28 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
     return {"content": content, "refusal": None}
 
 
-async def answer_as(
-    served: Served, http: Request, fields: Callable[[], Body], renamed: Mapping[str, str], form: Callable[[Work], Form]
-) -> Response:
-    """Answer a chat in another API's form; `renamed` maps fields of a chat to what a refusal calls them there."""
+class OtherChat(Protocol):
+    """A chat as another API asks it; `renamed` maps fields of ours to what a refusal calls them there."""
+
+    renamed: ClassVar[Mapping[str, str]]
+
+    def chat(self) -> Body:
+        """Return the fields of a chat request that say the same."""
+
+    def form(self, served: Served, work: Work) -> Form:
+        """Return how the answer is written."""
+
+
+async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response:
+    """Answer a chat in another API's form."""
     try:
-        request, work = await read_chat(served, http, fields)
+        request, work = await read_chat(served, http, asked.chat)
         rows = await row_requests(served, http, request, work)
-        return await answer(served, http, request, work, rows, form(work))
+        return await answer(served, http, request, work, rows, asked.form(served, work))
     except ApiError as error:
         own = error.param or ""
-        error.param = renamed.get(own, error.param)
-        for name, here in renamed.items():
+        error.param = asked.renamed.get(own, error.param)
+        for name, here in asked.renamed.items():
             # Some are words of English, too.
             if name == own or "_" in name:
                 error.message = re.sub(rf"\b{name}\b", here, error.message)
@@ -269,15 +276,15 @@ class ItemsForm(Form):
         # Of the item that is written; None: none is.
         self._open: Item | None = None
 
-    def piece(self, new: NewPiece, counts: Counts) -> Iterable[str]:
+    def piece(self, index: int, new: Piece, counts: Counts) -> Iterable[str]:
         """Write what is new, and the items that begin and end with it."""
-        texts: tuple[tuple[Item, str], ...] = (("thought", new.piece.thought), ("text", new.piece.text))
+        texts: tuple[tuple[Item, str], ...] = (("thought", new.thought), ("text", new.text))
         for item, text in texts:
             if text and self._open != item:
                 yield from self._begun(item)
             if text:
                 yield from self.grown(text, item)
-        for each in new.piece.calls:
+        for each in new.calls:
             if each.begins:
                 yield from self._begun(each.call)
             if each.arguments:

@@ -11,11 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from selfspec.serve.choice import Choice, Counts, ScoredToken
+from selfspec.serve.choice import Choice, Counts, Piece, ScoredToken
 from selfspec.serve.endpoints.answering import (
     Body,
     ChoicesForm,
-    NewPiece,
     Work,
     answer,
     note_prompts,
@@ -66,9 +65,8 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     def logprobs(scored: Sequence[ScoredToken], echo: _Echo) -> Body | None:
         return None if request.logprobs is None else _logprobs(served.texts, scored, len(echo.text))
 
-    def chunk(new: NewPiece) -> Body:
-        scored = logprobs(new.piece.scored, echoes[new.index])
-        return _choice(new.index, new.piece.text, scored, new.piece.finish_reason)
+    def chunk(index: int, new: Piece) -> Body:
+        return _choice(index, new.text, logprobs(new.scored, echoes[index]), new.finish_reason)
 
     def whole(index: int, choice: Choice) -> Body:
         echo = echoes[index]

@@ -8,17 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import Response
 
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.endpoints.answering import Body, Work, event
-from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, new_id, read_chat
+from selfspec.serve.endpoints.answering import Body, Form, Work, event
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, new_id, read_chat
 from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
-
-_RENAMED = {"stop": "stop_sequences", "enable_thinking": "thinking"}
 
 
 class Block(Part):
@@ -86,6 +83,7 @@ class Thinking(Strict):
 class CountRequest(Hints):
     """`POST /v1/messages/count_tokens`."""
 
+    renamed: ClassVar = {"stop": "stop_sequences", "enable_thinking": "thinking"}
     model: str
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     system: Content | None = None
@@ -125,15 +123,12 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
 
+    def chat(self) -> Body:
+        alike = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
+        return {**super().chat(), **alike, "stop": self.stop_sequences or None}
 
-async def message(served: Served, http: Request, request: MessagesRequest) -> Response:
-    """Answer a request."""
-    alike = request.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
-
-    def fields() -> Body:
-        return {**request.chat(), **alike, "stop": request.stop_sequences or None}
-
-    return await answer_as(served, http, fields, _RENAMED, lambda work: MessageForm(served, work))
+    def form(self, served: Served, work: Work) -> Form:
+        return MessageForm(served, work)
 
 
 async def count_tokens(served: Served, http: Request, request: CountRequest) -> Body:

@@ -7,18 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
-from selfspec.serve.endpoints.answering import Body, Work, event
-from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, new_id
+from selfspec.serve.endpoints.answering import Body, Form, Work, event
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, new_id
 from selfspec.serve.schemas import Content, Function, FunctionName, Hints, Many, Part, Strict, in_one_piece
 from selfspec.serve.served import Served
-
-_RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 
 
 class InputItem(Part):
@@ -83,6 +79,7 @@ class Reasoning(Strict):
 class ResponsesRequest(Hints):
     """`POST /v1/responses`."""
 
+    renamed: ClassVar = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
     model: str
     input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
@@ -103,25 +100,21 @@ class ResponsesRequest(Hints):
     truncation: Literal["disabled"] | None = None
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
 
-
-async def respond(served: Served, http: Request, request: ResponsesRequest) -> Response:
-    """Answer a request."""
-    chosen = request.tool_choice
-    alike = {"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}
-
-    def fields() -> Body:
-        tools = [_function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in request.tools or ()]
+    def chat(self) -> Body:
+        chosen = self.tool_choice
+        tools = [_function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools or ()]
         return {
-            **request.model_dump(include=alike),
-            "messages": _messages(request),
-            "max_tokens": request.max_output_tokens,
+            **self.model_dump(include={"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}),
+            "messages": _messages(self),
+            "max_tokens": self.max_output_tokens,
             "tools": tools or None,
             "tool_choice": _function({"name": chosen.name}) if isinstance(chosen, ChosenTool) else chosen,
-            "response_format": _format(request.text),
-            "reasoning_effort": request.reasoning and request.reasoning.effort,
+            "response_format": _format(self.text),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
 
-    return await answer_as(served, http, fields, _RENAMED, lambda work: ResponseForm(served, request, work))
+    def form(self, served: Served, work: Work) -> Form:
+        return ResponseForm(served, self, work)
 
 
 def _function(said: Body) -> Body:
