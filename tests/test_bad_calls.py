@@ -22,7 +22,7 @@ from helpers.studies import profile_of
 from selfspec import drafts
 from selfspec.accept.relaxed import Lenience, TopKTolerance, Typical
 from selfspec.errors import SelfSpecError
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.export.exported import export_checkpoint
 from selfspec.tools.train.recipe import Course
@@ -235,10 +235,8 @@ def _running(ground: Ground, call: Callable[[selfspec.Engine], object]) -> objec
 
 
 def _submitted(ground: Ground, **request: Any) -> object:
-    sampling = {name: request.pop(name) for name in list(request) if name in SamplingParams.__dataclass_fields__}
-    if sampling.keys() & {"top_k", "top_p", "min_p"}:
-        sampling["temperature"] = 0.7
-    asked = {"input_ids": (1, 2), "max_new_tokens": 2, "sampling": SamplingParams(**sampling), **request}
+    options = {name: request.pop(name) for name in list(request) if name not in RowRequest.__dataclass_fields__}
+    asked = {"input_ids": (1, 2), "max_new_tokens": 2, "options": {"do_sample": True, **options}, **request}
     return _running(ground, lambda engine: engine.submit(RowRequest(**asked)))
 
 
@@ -246,20 +244,17 @@ ROWS: dict[str, list[Any]] = {
     "input_ids": [(), [1, 2], (1,) * 500, None, 3, "12", (1.5,), (True,), (-1,), (99,), ("1",), (2**70,), ((1, 2),),
                   b"\1\2"],
     "max_new_tokens": [*NO_COUNTS, 10**6],
-    "sampling": [None, 3, "x", {}, SamplingParams],
-    "eos": [3, {1}, "1", [1.5], ["1"], [True], frozenset({2**70}), frozenset({"a"})],
+    "options": [None, 3, "x", [], {"stop_strings": ["a"]}, {"max_new_tokens": 3}, {3: 4}],
+    "eos_token_id": ["1", [1.5], ["1"], [True], [2**70]],
     "logprobs": [-1, 1.5, "3", True, NAN, 10**6],
-    "temperature": [-0.1, NAN, INF, "1", True, [1.0], 1j],
+    "temperature": [-0.1, 1e-9, NAN, INF, "1", True, [1.0], 1j],
     "top_k": [-1, 1.5, "3", True, NAN],
     "top_p": [-0.1, 1.5, NAN, "0.5", True],
     "min_p": [-0.1, 1.5, NAN, "0.5", True],
     "seed": [1.5, "3", True, 2**64, NAN, [1]],
-    "logit_bias": [3, "x", [(1, 1.0)], {99: 1.0}, {-1: 1.0}, {1: NAN}, {1: "1"}, {"1": 1.0}, {1.5: 1.0}, {True: 1.0},
-                   {1: True}],
-    "presence_penalty": [NAN, INF, "1", True, None, [1.0]],
-    "frequency_penalty": [NAN, INF, "1", True, None, [1.0]],
+    "sequence_bias": [3, "x", {(99,): 1.0}, {(-1,): 1.0}, {(1,): NAN}, {1: 1.0}],
     "repetition_penalty": [0.0, -1.0, NAN, INF, "1", True],
-    "processors": [3, [3], "x", (None,), (object,)],
+    "logits_processor": [3, [3], "x", (None,), (object,)],
 }
 # What errors of a group say: requests name the field.
 SAYS = {f"RowRequest {field}": field for field in ROWS if field != "input_ids"} | {

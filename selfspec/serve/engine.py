@@ -16,7 +16,7 @@ from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, 
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import EngineStats, Event, Ticket
 from selfspec.serve.row_decoder import RowDecoder
-from selfspec.serve.row_request import RowRequest, read_row
+from selfspec.serve.row_request import RowRequest
 from selfspec.serve.scheduler import Entry, Scheduler
 
 _Found = TypeVar("_Found")
@@ -164,7 +164,7 @@ class Engine:
     def submit_all(self, requests: Sequence[RowRequest], tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         """Take several requests at once, so that those of one prompt read it once; see `submit`."""
         self._check_running()
-        rows = [read_row(self._decoder, request) for request in requests]
+        rows = [self._decoder.row(request) for request in requests]
         for row, request in zip(rows, requests, strict=True):
             if not self._budget.fits_alone(row.longest):
                 raise CannotFitError(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from selfspec.accept import default_rule
+from selfspec.arguments import shown
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.decode.batch import Batch
 from selfspec.decode.generation import JoiningRows
@@ -28,6 +27,7 @@ from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.runner import ModelRunner, runner_for
 from selfspec.serve.by_load import ControllerByLoad, LoadGate
 from selfspec.serve.logprobs import LogprobRecord, RowRecords
+from selfspec.serve.row_request import RowRequest
 
 _NO_CONTEXT = 1 << 20
 
@@ -87,32 +87,32 @@ class RowDecoder:
         self._clock = PhaseClock(torch.device("cpu"))
         self.plain_rounds = 0
 
-    def row(
-        self,
-        input_ids: tuple[int, ...],
-        options: Mapping[str, Any],
-        seed: int | None,
-        kind: Hashable,
-        top: int | None,
-        prediction: tuple[int, ...] | None = None,
-    ) -> Group:
+    def row(self, asked: RowRequest) -> Group:
         """Check a request as `generate` does, and make a group of one row, from any thread.
 
-        With a `seed` (None: one is drawn) its tokens are those of plain decoding. `top` is the number of likeliest
-        tokens to report with their log-probabilities; None: no log-probabilities.
+        Raises:
+            PromptError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context.
+            UnsupportedOptionError: an option cannot be honoured, by name.
         """
-        ids = torch.tensor([input_ids], dtype=torch.long).reshape(1, -1)
+        if not isinstance(asked, RowRequest):
+            raise UnsupportedOptionError(
+                f"a request is a RowRequest, got {shown(asked)}; write RowRequest(input_ids=(1, 2), max_new_tokens=16)"
+            )
+        asked.check(self.vocabulary)
+        ids = torch.tensor([asked.input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, but transformers warns if a model has no padding token.
+        beside = {"pad_token_id": 0, "max_length": None, "max_new_tokens": int(asked.max_new_tokens)}
         request = read_request(
             self._target.model,
             self._target.adapter,
             ids,
             torch.ones_like(ids),
             None,
-            {"pad_token_id": 0, **options},
-            prediction,
+            {**asked.options, **beside},
+            asked.prediction,
             text_alone=True,
         )
+        seed, top = asked.seed, asked.logprobs
         couples = seed is not None or (self._rule is not None and self._rule.couples)
         noise = Noise(int(torch.randint(2**62, ()).item()) if seed is None else seed, [0], self._device)
         return Group(
@@ -121,7 +121,7 @@ class RowDecoder:
             stopping=request.stopping,
             noise=noise,
             records=RowRecords(logprobs=None if top is None else LogprobRecord(top)),
-            kind=kind,
+            kind=asked.kind,
             predictions=request.predictions,
             isolated=True,
             whole=request.stopping,

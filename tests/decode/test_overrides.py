@@ -18,7 +18,7 @@ from helpers.drafting import assert_alike
 from helpers.encoder_decoders import encoder_decoder_subject
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.serve.engine import Engine
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest
 
 NEW = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -167,7 +167,7 @@ def test_what_comes_later_counts_at_the_next_call(llama: PreTrainedModel) -> Non
     ids = tiny.prompt(9)
     plain = llama.generate(ids, **GREEDY)
     spec = selfspec.wrap(llama, "exit:2", draft_length=3, runtime=selfspec.runtime.Native(after=0))
-    request = RowRequest(tuple(ids[0].tolist()), NEW, SamplingParams(temperature=0))
+    request = RowRequest(tuple(ids[0].tolist()), NEW, {"do_sample": False})
     with Engine(spec) as engine:
         for hooked in (False, True, False):
             handle = llama.register_forward_pre_hook(_before, with_kwargs=True) if hooked else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from selfspec.draft import (
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.model.identity import Vocabulary
 from selfspec.serve.engine import Engine
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import OccurrencePenalty, RowRequest
 from selfspec.serve.served import prompt_logprobs
 from selfspec.tools.index import write_corpus
 
@@ -127,7 +128,7 @@ def test_a_corpus_of_one_tokenizer_may_hold_tokens_that_a_smaller_head_has_not(t
 
 
 def test_an_engine_that_rests_follows_the_model(llama: PreTrainedModel) -> None:
-    asked = RowRequest(tuple(prompt()["input_ids"][0].tolist()), 12, SamplingParams(temperature=0.0))
+    asked = RowRequest(tuple(prompt()["input_ids"][0].tolist()), 12, {"do_sample": False})
     with Engine(selfspec.wrap(llama, "suffix+recycle", draft_length=4)) as engine:
         engine.submit(asked).tokens(60)
         while engine._decoder._runner is not None:
@@ -193,11 +194,14 @@ def test_greedy_text_is_stock_text(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [case for case in CASES if EXAMPLES[str(case.values[0])].served])
 def test_rows_of_an_engine_are_what_they_are_alone(name: str, tmp_path: Path) -> None:
     model, draft = made(name, tmp_path)
-    drawn = SamplingParams(temperature=0.9, top_k=0, seed=3, presence_penalty=0.5)
-    samplings = (SamplingParams(temperature=0.0), drawn)
-    asked = [Asked(RowRequest(tuple(prompt), 12, sampling)) for prompt in PROMPTS for sampling in samplings]
+    drawn = {"do_sample": True, "temperature": 0.9, "top_k": 0}
+    asked = [
+        Asked(RowRequest(tuple(prompt), 12, options, 3), (partial(OccurrencePenalty, len(prompt), 0.5, 0.0),))
+        for prompt in PROMPTS
+        for options in ({"do_sample": False}, drawn)
+    ]
     engine = Stepped(selfspec.wrap(model, draft, draft_length=FixedLength(3, nodes=7)))
-    seen = [engine.submit(each.request) for each in asked]
+    seen = [engine.submit(each.fresh()) for each in asked]
     engine.run()
     for each, request in zip(seen, asked, strict=True):
         assert each.end.error is None
@@ -246,14 +250,14 @@ def test_options_that_need_what_the_head_lacks_are_refused_by_name(name: str) ->
 
 def test_an_engine_takes_what_is_read_and_refuses_what_is_not_written() -> None:
     model = narrow(tiny.llama())
-    engine, greedy = Stepped(selfspec.wrap(model, None)), SamplingParams(temperature=0.0)
-    request = RowRequest(tuple(PROMPTS[0]), 5, greedy, eos=frozenset({41}), logprobs=HEAD)
+    engine, greedy = Stepped(selfspec.wrap(model, None)), {"do_sample": False}
+    request = RowRequest(tuple(PROMPTS[0]), 5, {**greedy, "eos_token_id": [41]}, logprobs=HEAD)
     seen = engine.submit(request)
     engine.run()
     assert seen.tokens == alone(model, Asked(request))
-    for refused in (replace(greedy, logit_bias={41: 1.0}), replace(greedy, logit_bias={HEAD: 1.0})):
-        with pytest.raises(UnsupportedOptionError, match=f"logit_bias must map token ids below {HEAD}"):
-            engine.submit(replace(request, sampling=refused))
+    for refused in (41, HEAD):
+        with pytest.raises(UnsupportedOptionError, match="sequence_bias"):
+            engine.submit(replace(request, options={"sequence_bias": {(refused,): 1.0}}))
     with pytest.raises(UnsupportedOptionError, match=f"logprobs must be an integer in 0..{HEAD}"):
         engine.submit(replace(request, logprobs=HEAD + 1))
 

@@ -18,7 +18,7 @@ from selfspec.decode.processors import LogitBias
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_decoder import RowDecoder
-from selfspec.serve.row_request import OccurrencePenalty, RowRequest, SamplingParams, read_row
+from selfspec.serve.row_request import OccurrencePenalty, RowRequest
 from selfspec.serve.scheduler import Entry, Scheduler
 
 
@@ -45,7 +45,7 @@ class Stepped:
         self._arrivals = 0
 
     def submit(self, request: RowRequest) -> Seen:
-        return self.submit_row(read_row(self._decoder, request))
+        return self.submit_row(self._decoder.row(request))
 
     def submit_row(self, row: Group) -> Seen:
         seen = Seen()
@@ -131,38 +131,26 @@ class Asked:
     cancelled: int | None = None
 
     def fresh(self) -> RowRequest:
-        sampling = replace(self.request.sampling, processors=tuple(make() for make in self.made))
-        return replace(self.request, sampling=sampling)
+        return replace(self.request, options=self.options(*(make() for make in self.made)))
+
+    def options(self, *more: LogitsProcessor) -> dict[str, Any]:
+        own = self.request.options
+        return {**own, "logits_processor": [*own.get("logits_processor", ()), *more]}
 
 
 def alone(model: PreTrainedModel, asked: Asked) -> list[int]:
     """What `generate` gives for a request alone, plain and with the seed of the request; nothing of it breaks."""
-    request, sampling = asked.request, asked.request.sampling
-    options: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature:
-        options = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k}
-        options |= {name: getattr(sampling, name) for name in ("top_p", "min_p") if getattr(sampling, name) is not None}
-    if sampling.repetition_penalty is not None:
-        options["repetition_penalty"] = sampling.repetition_penalty
-    processors: list[LogitsProcessor] = []
-    if sampling.logit_bias:
-        processors.append(LogitBias(sampling.logit_bias))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        counts = (len(request.input_ids), sampling.presence_penalty, sampling.frequency_penalty)
-        processors.append(OccurrencePenalty(*counts))
-    made = [make() for make in asked.made]
-    processors += [each for each in made if not isinstance(each, Breaking)]
+    request, made = asked.request, [make() for make in asked.made]
+    options = asked.options(*(each for each in made if not isinstance(each, Breaking)))
     prompt = torch.tensor([request.input_ids])
     out = selfspec.wrap(model, runtime=selfspec.runtime.Eager()).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=request.max_new_tokens,
-        seed=sampling.seed,
+        seed=request.seed,
         accept="coupled",
         pad_token_id=0,
-        logits_processor=processors,
-        eos_token_id=sorted(request.eos or ()) or None,
-        **options,
+        **{"eos_token_id": None, **options},
     )
     tokens: list[int] = out.sequences[0, prompt.shape[1] : prompt.shape[1] + out.lengths[0]].tolist()
     return tokens if asked.breaks is None else tokens[: asked.breaks]
@@ -186,22 +174,22 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
         length, stateless = len(prompt) + breaks, rng.random() < 0.5
         made.append(lambda: Breaking(length, stateless))
     greedy = rng.random() < 0.5
-    sampling = SamplingParams(
-        temperature=0.0 if greedy else rng.choice([0.7, 1.0, 1.3]),
-        top_k=0 if rng.random() < 0.6 else rng.randint(2, 9),
-        top_p=None if rng.random() < 0.7 else 0.8,
-        min_p=None if rng.random() < 0.8 else 0.05,
-        seed=rng.randrange(1000),
-        logit_bias={rng.randrange(vocabulary): 4.0} if rng.random() < 0.2 else {},
-        presence_penalty=0.7 if rng.random() < 0.2 else 0.0,
-        frequency_penalty=0.4 if rng.random() < 0.2 else 0.0,
-        repetition_penalty=1.3 if rng.random() < 0.15 else None,
-    )
-    eos = frozenset(rng.sample(range(vocabulary), 3)) if rng.random() < 0.5 else None
+    options: dict[str, Any] = {"do_sample": not greedy, "repetition_penalty": 1.3 if rng.random() < 0.15 else 1.0}
+    if not greedy:
+        options["temperature"] = rng.choice([0.7, 1.0, 1.3])
+        options["top_k"] = 0 if rng.random() < 0.6 else rng.randint(2, 9)
+        options |= {"top_p": 0.8} if rng.random() < 0.3 else {}
+        options |= {"min_p": 0.05} if rng.random() < 0.2 else {}
+    biases = [LogitBias({rng.randrange(vocabulary): 4.0})] if rng.random() < 0.2 else []
+    presence, frequency = (each if rng.random() < 0.2 else 0.0 for each in (0.7, 0.4))
+    options["logits_processor"] = [*biases, OccurrencePenalty(len(prompt), presence, frequency)]
+    if rng.random() < 0.5:
+        options["eos_token_id"] = rng.sample(range(vocabulary), 3)
     arrives = rng.choice([0, 0, rng.randint(0, 20)])
     cancelled = arrives + rng.randint(0, 12) if rng.random() < 0.12 else None
     logprobs = 2 if rng.random() < 0.1 else None
-    return Asked(RowRequest(prompt, new, sampling, eos, logprobs), tuple(made), breaks, arrives, cancelled)
+    request = RowRequest(prompt, new, options, rng.randrange(1000), logprobs)
+    return Asked(request, tuple(made), breaks, arrives, cancelled)
 
 
 def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> None:
@@ -219,7 +207,7 @@ def check_mix(model: PreTrainedModel, engine: Stepped, asked: list[Asked]) -> No
     for number, each in enumerate(asked):
         seen = rows[number]
         end, expected = seen.end, alone(model, each)
-        stopped = bool(expected) and expected[-1] in (each.request.eos or ())
+        stopped = bool(expected) and expected[-1] in each.request.options.get("eos_token_id", ())
         assert (end.prompt_tokens, end.completion_tokens) == (len(each.request.input_ids), len(seen.tokens))
         assert end.accepted <= end.drafted
         broke = len(expected) == each.breaks and len(expected) < each.request.max_new_tokens and not stopped
@@ -251,7 +239,7 @@ def small(**options: Any) -> PreTrainedModel:
 
 def assert_joining_rows_are_stock(spec: selfspec.SelfSpeculative, prompts: Sequence[tuple[int, ...]]) -> None:
     """Rows that join and leave, four at a time, are what `model.generate` gives for their prompts alone."""
-    engine, greedy = Stepped(spec, 4, 8), SamplingParams(temperature=0.0)
+    engine, greedy = Stepped(spec, 4, 8), {"do_sample": False}
     seen = [engine.submit(RowRequest(each, 3 + 2 * number, greedy)) for number, each in enumerate(prompts)]
     engine.run()
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

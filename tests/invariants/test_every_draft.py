@@ -27,7 +27,7 @@ from selfspec.accept import rules
 from selfspec.control import ConfidenceStop, Control, CostAware, FixedLength
 from selfspec.control.costs import Costs
 from selfspec.draft.registry import declarations
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest
 
 LOSSLESS = [name for name, rule in rules().items() if rule.lossless]
 COUPLED = [name for name in LOSSLESS if rules()[name].couples]
@@ -141,10 +141,9 @@ def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, name: 
     seen, expected = [], []
     for number, row in enumerate((*ROWS, *ROWS)):
         new = 3 + 2 * number
-        sampling = SamplingParams(temperature=0.9 if number % 3 == 0 else 0.0, seed=number)
-        seen.append(engine.submit(RowRequest(tuple(row[0].tolist()), new, sampling)))
-        options = {**(GREEDY if number % 3 else SAMPLED), "eos_token_id": None, "max_new_tokens": new}
-        expected += texts(plain, [row], **options, seed=number)
+        options = {**(GREEDY if number % 3 else SAMPLED), "eos_token_id": None}
+        seen.append(engine.submit(RowRequest(tuple(row[0].tolist()), new, options, number)))
+        expected += texts(plain, [row], **options, max_new_tokens=new, seed=number)
     engine.run()
     assert [list(each.tokens) for each in seen] == expected
 

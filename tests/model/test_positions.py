@@ -26,7 +26,7 @@ from selfspec.model.stock_passes import block_logits
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.conversation import ChatTurn, Conversation
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest
 
 BOUNDARY = 24
 CHAT_BOUNDARY = 60
@@ -207,7 +207,7 @@ def test_rows_of_an_engine_end_at_the_change_with_drafts_of_others_beside_them()
     model = llama(vocab_size=24)
     engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=6), 4, 16, None)
     asked = [(tuple(tiny.prompt(size, seed=size, vocabulary=24)[0].tolist()), new) for size, new in ((20, 4), (3, 21))]
-    tickets = [engine.submit(RowRequest(prompt, new, SamplingParams(temperature=0.0))) for prompt, new in asked]
+    tickets = [engine.submit(RowRequest(prompt, new, {"do_sample": False})) for prompt, new in asked]
     engine.run()
     for (prompt, new), ticket in zip(asked, tickets, strict=True):
         wanted = generated(model, torch.tensor([prompt]), new).sequences[0, len(prompt) :]

@@ -142,6 +142,12 @@ def test_bias_and_penalties_change_the_text(server: Running) -> None:
     assert plain not in others
 
 
+def test_penalties_of_the_checkpoint_are_not_used(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = server.complete(temperature=0, max_tokens=20).body["choices"]
+    monkeypatch.setattr(server.spec.model.generation_config, "repetition_penalty", 1.9)
+    assert server.complete(temperature=0, max_tokens=20).body["choices"] == before
+
+
 def test_logprobs_of_prompt_and_answer_are_the_models_own(server: Running) -> None:
     reply = server.complete(prompt=PROMPTS[1], temperature=0, max_tokens=4, logprobs=2, echo=True)
     choice = reply.body["choices"][0]

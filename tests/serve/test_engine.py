@@ -38,17 +38,18 @@ from selfspec.errors import CannotFitError, ClosedError, EngineStoppedError, Que
 from selfspec.serve.engine import Engine, in_own_thread
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_decoder import RowDecoder
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest
 from selfspec.serve.served import Served
 
-LONG = RowRequest((1, 2), 120, SamplingParams(temperature=0.0))
+GREEDY = {"do_sample": False}
+LONG = RowRequest((1, 2), 120, GREEDY)
 SHORT = RowRequest((1, 2), 4)
 
 
 def request(number: int) -> RowRequest:
     prompt = tuple(tiny.prompt(3 + number % 7, seed=number, vocabulary=24)[0].tolist())
-    sampling = SamplingParams(temperature=0.0 if number % 3 else 0.8, top_k=0, seed=number)
-    return RowRequest(prompt, 4 + number % 9, sampling)
+    drawn = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+    return RowRequest(prompt, 4 + number % 9, GREEDY if number % 3 else drawn, number)
 
 
 def test_requests_come_from_many_threads() -> None:
@@ -128,7 +129,7 @@ def test_no_end_token_means_none() -> None:
     model = small()
     model.generation_config.eos_token_id = list(range(24))
     engine = Stepped(selfspec.wrap(model))
-    own, never = engine.submit(SHORT), engine.submit(replace(SHORT, eos=frozenset()))
+    own, never = engine.submit(SHORT), engine.submit(replace(SHORT, options={"eos_token_id": None}))
     engine.run()
     assert own.end.reason == "stop"
     assert len(own.tokens) == 1
@@ -141,7 +142,7 @@ def test_defaults_are_those_of_generate() -> None:
     model.generation_config.temperature = 0.5
     spec = selfspec.wrap(model)
     engine = Stepped(spec)
-    seen = engine.submit(replace(SHORT, max_new_tokens=12, sampling=SamplingParams(seed=4)))
+    seen = engine.submit(replace(SHORT, max_new_tokens=12, seed=4))
     engine.run()
     prompt = torch.tensor([SHORT.input_ids])
     out = spec.generate(prompt, torch.ones_like(prompt), max_new_tokens=12, seed=4, accept="coupled", pad_token_id=0)
@@ -153,9 +154,15 @@ def test_log_probabilities_are_those_of_the_models_own_logits(processors: Any) -
     model = small()
     made = (Alternating(),) if processors else ()
     engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
-    sampling = SamplingParams(temperature=0.7, top_k=3, seed=1, logit_bias={3: 2.0}, processors=made)
-    seen = engine.submit(RowRequest((1, 2), 12, sampling, logprobs=4))
-    engine.submit(RowRequest((3, 2, 1), 9, SamplingParams(temperature=0.0)))
+    drawn = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 3,
+        "sequence_bias": {(3,): 2.0},
+        "logits_processor": [*made],
+    }
+    seen = engine.submit(RowRequest((1, 2), 12, drawn, 1, logprobs=4))
+    engine.submit(RowRequest((3, 2, 1), 9, GREEDY))
     engine.run()
     text = torch.tensor([[1, 2, *seen.tokens]])
     with torch.no_grad():
@@ -274,7 +281,7 @@ def test_events_come_in_order_and_end_with_the_last() -> None:
 
 
 CHANGE = 64
-GREEDY = SamplingParams(temperature=0.0)
+ENDLESS = {**GREEDY, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("draft", ["lookup+exit:1", "none"])
@@ -288,11 +295,11 @@ def test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone(d
     drawn = torch.Generator().manual_seed(1)
     prompts = [tuple(torch.randint(3, 512, (length,), generator=drawn).tolist()) for length in lengths]
     with selfspec.Engine(spec, prefill_tokens=16, max_rows=4, cache_bytes=2**26) as engine:
-        tickets = [engine.submit(RowRequest(text, 30, GREEDY, frozenset())) for text in prompts]
+        tickets = [engine.submit(RowRequest(text, 30, ENDLESS)) for text in prompts]
         found = [ticket.tokens(timeout=60) for ticket in tickets]
         # What is kept of one side serves texts of that side alone.
         again = [(*prompts[0], *found[0], 5), (*prompts[7][:70], 5), (*prompts[7][:40], 5), (*prompts[2], 5)]
-        repeated = [engine.submit(RowRequest(text, 8, GREEDY, frozenset())).tokens(timeout=60) for text in again]
+        repeated = [engine.submit(RowRequest(text, 8, ENDLESS)).tokens(timeout=60) for text in again]
         assert engine.stats().cached_tokens > 0
     spec.unwrap()
     for text, answer in zip([*prompts, *again], [*found, *repeated], strict=True):

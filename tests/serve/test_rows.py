@@ -27,7 +27,7 @@ from selfspec.errors import RowError
 from selfspec.runtime.request import PassResult
 from selfspec.serve.events import Committed
 from selfspec.serve.logprobs import LogprobRecord, RowRecords
-from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
+from selfspec.serve.row_request import RowRequest
 
 
 class Spoiling(LogitsProcessor):
@@ -55,7 +55,8 @@ class BreaksAtDrafts(LogitsProcessor):
 
 
 PROMPT, BESIDE = (1, 2, 3), (5, 4)
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "top_k": 0}
 
 
 def run_beside(
@@ -63,8 +64,7 @@ def run_beside(
 ) -> Seen:
     """What is seen of a row beside others, greedy and seeded, which are what they are alone."""
     engine = Stepped(selfspec.wrap(model, draft, draft_length=length or (None if draft is None else 3)))
-    seeded = [SamplingParams(temperature=0.9, top_k=0, seed=3)] if sampled else []
-    asked = [RowRequest(BESIDE, 20, sampling) for sampling in (GREEDY, *seeded)]
+    asked = [RowRequest(BESIDE, 20, GREEDY)] + [RowRequest(BESIDE, 20, SAMPLED, 3)] * sampled
     others, seen = [engine.submit(each) for each in asked], engine.submit(request)
     engine.run()
     # Its slots are clean for whoever comes next.
@@ -95,11 +95,11 @@ def test_a_processor_that_fails(
     made: Callable[[], LogitsProcessor],
     cause: type[Exception],
 ) -> None:
-    model, plain = small(), SamplingParams(temperature=temperature, top_k=0, seed=1)
-    seen = run_beside(model, draft, RowRequest(PROMPT, 12, replace(plain, processors=(made(),))), sampled=sampled)
+    model, plain = small(), RowRequest(PROMPT, 12, SAMPLED if temperature else GREEDY, 1)
+    seen = run_beside(model, draft, Asked(plain, (made,)).fresh(), sampled=sampled)
     assert isinstance(seen.end.error, RowError)
     assert isinstance(seen.end.error.__cause__, cause)
-    expected = alone(model, Asked(RowRequest(PROMPT, 12, plain)))[:3]
+    expected = alone(model, Asked(plain))[:3]
     assert seen.tokens == expected[: len(seen.tokens)]
     # A processor with memory may break a round of which other tokens were accepted.
     assert len(seen.tokens) == 3 or made().__dict__.get("stateless") is False
@@ -107,8 +107,7 @@ def test_a_processor_that_fails(
 
 def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
     banning = Spoiling(lambda scores: torch.full_like(scores, -torch.inf))
-    sampling = SamplingParams(temperature=1.0, top_k=0, seed=1, processors=(banning,))
-    seen = run_beside(small(), "exit:1", RowRequest(PROMPT, 12, sampling))
+    seen = run_beside(small(), "exit:1", RowRequest(PROMPT, 12, {**SAMPLED, "logits_processor": [banning]}, 1))
     assert isinstance(seen.end.error, RowError)
     assert "no token to choose" in str(seen.end.error)
     assert len(seen.tokens) == 3
@@ -119,7 +118,7 @@ def test_a_sampled_row_without_a_token_to_choose_ends() -> None:
 def test_a_processor_may_fail_at_what_only_drafts_have(draft: str, nodes: int) -> None:
     model = small()
     text = [*PROMPT, *alone(model, Asked(RowRequest(PROMPT, 12, GREEDY)))]
-    request = RowRequest(PROMPT, 12, replace(GREEDY, processors=(BreaksAtDrafts(text),)))
+    request = RowRequest(PROMPT, 12, {**GREEDY, "logits_processor": [BreaksAtDrafts(text)]})
     seen = run_beside(model, draft, request, selfspec.FixedLength(3, nodes=nodes))
     assert seen.end.error is None
     assert [*PROMPT, *seen.tokens] == text
@@ -207,12 +206,12 @@ def test_a_row_that_fails_in_any_step_ends_alone(fault: str) -> None:
     model = small()
     asked = [
         Asked(RowRequest(BESIDE, 20, GREEDY, logprobs=2)),
-        Asked(RowRequest(BESIDE, 20, SamplingParams(temperature=0.9, top_k=0, seed=3))),
+        Asked(RowRequest(BESIDE, 20, SAMPLED, 3)),
         Asked(RowRequest(BESIDE, 20, GREEDY), made=(Alternating,)),
     ]
     engine = Stepped(selfspec.wrap(model, draft, draft_length=2), max_rows=5)
     others = [engine.submit(each.fresh()) for each in asked]
-    row = read_row(engine._decoder, MARKED)
+    row = engine._decoder.row(MARKED)
     spoil(row)
     failing = engine.submit_row(row)
     engine.run()
@@ -323,7 +322,8 @@ def draws(draft: str, accept: str | None) -> dict[str, float]:
             seen.append(engine.submit(_request(warp, None)))
         coupled.append(engine.submit(_request(WARPS[0], number)))
         # Beside them rows of other lengths, which change how long drafts are, and greedy ones.
-        engine.submit(RowRequest((3, 1, 4), 1 + number % 9, SamplingParams(temperature=0.0 if number % 2 else 2.0)))
+        other = GREEDY if number % 2 else {"do_sample": True, "temperature": 2.0}
+        engine.submit(RowRequest((3, 1, 4), 1 + number % 9, other))
     engine.run()
     joints = {warp: brief_joint(model, warp) for warp in WARPS}
     kinds = [(str(warp), warp, seen) for warp, seen in drawn.items()] + [("coupled", WARPS[0], coupled)]
@@ -331,8 +331,8 @@ def draws(draft: str, accept: str | None) -> dict[str, float]:
 
 
 def _request(warp: Warp, seed: int | None) -> RowRequest:
-    sampling = SamplingParams(temperature=warp.temperature, top_k=warp.top_k, seed=seed)
-    return RowRequest(PAIR, THREE, sampling)
+    sampled = {"do_sample": True, "temperature": warp.temperature, "top_k": warp.top_k}
+    return RowRequest(PAIR, THREE, sampled, seed)
 
 
 @pytest.mark.statistical

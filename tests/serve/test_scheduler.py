@@ -31,10 +31,11 @@ from selfspec.serve.by_load import ControllerByLoad, LoadGate
 from selfspec.serve.cache_budget import CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed
 from selfspec.serve.row_decoder import CacheSizes
-from selfspec.serve.row_request import RowRequest, SamplingParams, read_row
+from selfspec.serve.row_request import RowRequest
 from selfspec.serve.scheduler import kept_rows
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = {"do_sample": False}
+ENDLESS = {**GREEDY, "eos_token_id": None}
 DRAFTS = {"exit": "exit:1", "lookup": "lookup", "int8": "int8", "cascade": "lookup+exit:1", "none": None}
 
 
@@ -149,7 +150,7 @@ def test_a_row_that_is_read_again_has_fresh_noise(model: PreTrainedModel) -> Non
     """A drawn row is in a round of its own, which it must not begin again."""
     engine = Stepped(selfspec.wrap(model), 2, 64, tokens=30)
     engine.submit(asked(4, 20))
-    row = read_row(engine._decoder, replace(asked(4, 20, 1), sampling=SamplingParams(temperature=1.0, top_k=0)))
+    row = engine._decoder.row(replace(asked(4, 20, 1), options={"do_sample": True, "top_k": 0}))
     seen = engine.submit_row(row)
     while not engine.scheduler.stats().preemptions:
         engine.step()
@@ -250,7 +251,7 @@ def test_storage_is_roomy_where_there_is_room_and_tight_where_not() -> None:
 
 def turn(engine: Stepped, model: PreTrainedModel, text: tuple[int, ...], new: int = 6) -> int:
     """Ask, compare with the model alone, and return how many tokens of the text were not read."""
-    request = RowRequest(text, new, GREEDY, frozenset())
+    request = RowRequest(text, new, ENDLESS)
     seen = engine.submit(request)
     engine.run()
     assert seen.tokens == alone(model, Asked(request))
@@ -262,7 +263,7 @@ def test_the_next_turn_reads_what_is_new(model: PreTrainedModel, draft: str) -> 
     engine = Stepped(selfspec.wrap(model, DRAFTS[draft], draft_length=3), kept=True)
     text = text_of(18, 1)
     assert turn(engine, model, text) == 0
-    answer = tuple(alone(model, Asked(RowRequest(text, 6, GREEDY, frozenset()))))
+    answer = tuple(alone(model, Asked(RowRequest(text, 6, ENDLESS))))
     read = engine.scheduler.stats().prompt_tokens
     longer = (*text, *answer, *text_of(4, 2))
     assert turn(engine, model, longer) == 23
@@ -283,7 +284,7 @@ def test_states_are_taken_as_a_whole(name: str) -> None:
     vocabulary = min(24, engine.vocabulary)
     text = text_of(18, 1, vocabulary)
     assert turn(engine, stateful, text, 5) == 0
-    answer = alone(stateful, Asked(RowRequest(text, 5, GREEDY, frozenset())))
+    answer = alone(stateful, Asked(RowRequest(text, 5, ENDLESS)))
     assert turn(engine, stateful, (*text, *answer, 3, 4)) == 22
     assert turn(engine, stateful, (*text[:-1], 5, 6)) == 0
 
@@ -291,7 +292,7 @@ def test_states_are_taken_as_a_whole(name: str) -> None:
 def test_who_leaves_is_kept_too(model: PreTrainedModel) -> None:
     engine = Stepped(selfspec.wrap(model, "lookup"), kept=True)
     text = text_of(18, 5)
-    seen = engine.submit(RowRequest(text, 20, GREEDY, frozenset()))
+    seen = engine.submit(RowRequest(text, 20, ENDLESS))
     while len(seen.tokens) < 4:
         engine.step()
     seen.ticket.cancel()
@@ -517,7 +518,7 @@ def test_rows_that_come_and_go_are_judged_by_what_they_gain_on_average() -> None
 
 @pytest.mark.parametrize("name", ["exit", "none"])
 def test_predictions_draft_at_any_load_and_change_no_row(model: PreTrainedModel, name: str) -> None:
-    rows = [replace(asked(4, 40, number), sampling=replace(GREEDY, seed=number)) for number in range(3)]
+    rows = [replace(asked(4, 40, number), seed=number) for number in range(3)]
     texts = [tuple(alone(model, Asked(row))) for row in rows]
     predicted = [replace(row, prediction=(*text[:9], 3, 3, *text[11:])) for row, text in zip(rows, texts, strict=True)]
     engine = Stepped(selfspec.wrap(model, DRAFTS[name]), 3)

@@ -12,7 +12,9 @@ from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from transformers import LogitsProcessor
 
+from selfspec.decode.processors import LogitBias
 from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.chat.call_reader import CallableTools
@@ -21,7 +23,7 @@ from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.grammar import Grammar, Wanted
 from selfspec.serve.monitoring import note
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import OccurrencePenalty, RowRequest
 from selfspec.serve.schemas import GenerationFields, StreamOptions, in_one_piece
 from selfspec.serve.served import Served
 
@@ -147,11 +149,18 @@ async def row_requests(served: Served, http: Request, request: GenerationFields,
     predicted = await served.read(lambda: _predicted(served, request))
 
     def rows() -> list[RowRequest]:
-        ends, least = _end_tokens(served, request), request.min_tokens or 0
-        return [
-            RowRequest(prompt, most, _sampling(served, request, grammar, index), ends, work.logprobs, least, predicted)
-            for prompt, most in zip(prompts, longest, strict=True)
+        options = _options(served, request)
+        # Every answer of n is another one; the first is that of the seed itself.
+        seeds = [
+            None if request.seed is None else (request.seed + 2**63 + index) % 2**64 - 2**63
             for index in range(request.n or 1)
+        ]
+        return [
+            RowRequest(
+                prompt, most, {**options, **_processors(request, prompt, grammar)}, seed, work.logprobs, predicted
+            )
+            for prompt, most in zip(prompts, longest, strict=True)
+            for seed in seeds
         ]
 
     return await served.submit(rows)
@@ -203,31 +212,40 @@ def _longest(served: Served, prompt: tuple[int, ...], asked: int | None, where: 
     return asked or min(room, most or room)
 
 
-def _sampling(served: Served, request: GenerationFields, grammar: Grammar | None, index: int) -> SamplingParams:
-    """Say how the tokens of the answer with this index of `n` are chosen."""
-    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-    served.check_tokens(list(bias), "logit_bias", served.vocabulary)
-    seed = request.seed
-    return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        # What is not said filters nothing, nor does -1: transformers has a top-k of 50 by default.
-        top_k=max(request.top_k or 0, 0),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or None,
-        # Every answer of n is another one; the first is that of the seed itself.
-        seed=None if seed is None else (seed + 2**63 + index) % 2**64 - 2**63,
-        logit_bias=bias,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty,
-        processors=() if grammar is None else (grammar.processor(),),
-    )
-
-
-def _end_tokens(served: Served, request: GenerationFields) -> frozenset[int]:
+def _options(served: Served, request: GenerationFields) -> dict[str, Any]:
+    """Say how tokens are chosen, and which of them end an answer, as keywords of `generate`."""
+    temperature = 1.0 if request.temperature is None else float(request.temperature)
     further = request.stop_token_ids or []
     served.check_tokens(further, "stop_token_ids", served.readable)
-    return frozenset(further) if request.ignore_eos else frozenset(further) | served.end_tokens
+    served.check_tokens([int(token) for token in request.logit_bias or ()], "logit_bias", served.vocabulary)
+    options = {
+        # What is not said filters nothing, nor does -1: transformers has a top-k of 50 by default.
+        "temperature": temperature,
+        "top_k": max(request.top_k or 0, 0),
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "min_p": request.min_p or 0.0,
+    }
+    return {
+        **(options if temperature else {}),
+        "do_sample": temperature > 0,
+        # The checkpoint may have others.
+        "repetition_penalty": float(request.repetition_penalty or 1.0),
+        "min_new_tokens": request.min_tokens or 0,
+        "eos_token_id": sorted({*further, *(() if request.ignore_eos else served.end_tokens)}) or None,
+    }
+
+
+def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Grammar | None) -> dict[str, Any]:
+    """Make what changes the scores of one answer."""
+    made: list[LogitsProcessor] = []
+    if request.logit_bias:
+        made.append(LogitBias({int(token): float(value) for token, value in request.logit_bias.items()}))
+    presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
+    if presence or frequency:
+        made.append(OccurrencePenalty(len(prompt), presence, frequency))
+    if grammar is not None:
+        made.append(grammar.processor())
+    return {"logits_processor": made} if made else {}
 
 
 async def answer(

@@ -30,7 +30,7 @@ from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.serve.row_request import RowRequest, SamplingParams
+from selfspec.serve.row_request import RowRequest
 
 families = pytest.mark.parametrize("kind", published_heads.FAMILIES)
 in_bits = pytest.mark.parametrize("bits", ["", "int8+"], ids=["whole", "int8"])
@@ -245,7 +245,7 @@ def test_the_bound_of_a_server_counts_the_heads_own_cache(tmp_path: Path, kind: 
     engine = Stepped(spec, max_rows=3, tokens=80)
     prompts = [tiny.prompt(3 + 5 * number, seed=number).clamp(min=3) for number in range(6)]
     seen = [
-        engine.submit(RowRequest(tuple(each[0].tolist()), 12 + number, SamplingParams(temperature=0.0)))
+        engine.submit(RowRequest(tuple(each[0].tolist()), 12 + number, {"do_sample": False}))
         for number, each in enumerate(prompts)
     ]
     own = 0
