@@ -32,6 +32,7 @@ from selfspec.draft import Drafter
 from selfspec.errors import PromptError, UnsupportedOptionError
 from selfspec.model.stock_passes import over_cache
 from selfspec.serve.row_decoder import RowDecoder
+from selfspec.serve.row_request import RowRequest
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 DRAFTS: list[Drafter | None] = [
@@ -416,8 +417,8 @@ def test_requests_that_come_and_go_are_text() -> None:
     example = pictured("gemma3")
     beside = {name: value for name, value in example.inputs.items() if name != "input_ids"}
     decoder = RowDecoder(selfspec.wrap(example.model, "exit:2").joining_rows())
-    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="text alone"):
-        decoder.row(tuple(example.ids[0].tolist()), {**beside, **OPTIONS}, None, None, None)
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="a row takes no 'attention_mask'|pixel_values"):
+        decoder.row(RowRequest(tuple(example.ids[0].tolist()), 8, beside))
 
 
 @pytest.mark.parametrize(
