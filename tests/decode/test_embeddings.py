@@ -417,7 +417,7 @@ def test_requests_that_come_and_go_are_text() -> None:
     example = pictured("gemma3")
     beside = {name: value for name, value in example.inputs.items() if name != "input_ids"}
     decoder = RowDecoder(selfspec.wrap(example.model, "exit:2").joining_rows())
-    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="a row takes no 'attention_mask'|pixel_values"):
+    with pytest.raises(selfspec.errors.UnsupportedOptionError, match="a row takes no"):
         decoder.row(RowRequest(tuple(example.ids[0].tolist()), 8, beside))
 
 
