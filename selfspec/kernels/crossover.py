@@ -65,12 +65,13 @@ def crossover() -> Crossover:
     """Return this machine's: measured, kept from an earlier trial, or by a trial."""
     library, processor = native.library(), device_name(torch.device("cpu"))
     variant = "none" if library is None else library.variant
+    is_amd = processor.startswith("AMD")
     if variant == "v3":
         # Without AVX-512 torch multiplies numbers of 16 bits one by one.
-        return Crossover(16, 16, native.MOST_ROWS, native.MOST_ROWS)
+        return Crossover(64 if is_amd else 16, 32 if is_amd else 16, native.MOST_ROWS, native.MOST_ROWS)
     if variant not in ("vnni", "v4"):
         return _CAUTIOUS
-    if processor.startswith("AMD"):
+    if is_amd:
         return Crossover(native.MOST_ROWS, 128, _FEWEST, native.MOST_ROWS)
     file = cache_folder() / f"crossover-{variant}.json"
     kept = _read(file, processor)
