@@ -32,9 +32,10 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def response(self) -> JSONResponse:
-        """Make the answer that is sent."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """Make the answer that is sent to who asked for a path; clients of Ollama read the message alone."""
+        body = {"error": self.message} if path.startswith("/api/") else self.body
+        return JSONResponse(body, self.status, self.headers)
 
     @property
     def body(self) -> dict[str, Any]:

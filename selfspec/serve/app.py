@@ -29,6 +29,7 @@ from selfspec.serve.endpoints.answering import ClientLeftError
 from selfspec.serve.endpoints.chat_completions import answer_as, chat
 from selfspec.serve.endpoints.completions import complete
 from selfspec.serve.endpoints.messages import CountRequest, MessagesRequest, count_tokens
+from selfspec.serve.endpoints.ollama import OllamaChat, OllamaGenerate, ShowRequest, listings, ollama, show
 from selfspec.serve.endpoints.responses import ResponsesRequest
 from selfspec.serve.endpoints.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from selfspec.serve.monitoring import LOG_CONFIG, LOGGER, RequestLog
@@ -65,6 +66,9 @@ _DOORS = (
     _Door("/v1/responses", "Answer a conversation, as OpenAI's newer clients ask", ResponsesRequest, answer_as),
     _Door("/v1/messages", "Answer messages, as Anthropic's clients ask", MessagesRequest, answer_as),
     _Door("/v1/messages/count_tokens", "Count the tokens of messages", CountRequest, count_tokens),
+    _Door("/api/chat", "Answer messages, as Ollama's clients ask", OllamaChat, ollama),
+    _Door("/api/generate", "Answer a prompt, as Ollama's clients ask", OllamaGenerate, ollama),
+    _Door("/api/show", "Describe the model, as Ollama's clients ask", ShowRequest, show),
     _Door("/tokenize", "Text or messages to tokens, as vLLM's clients ask", TokenizeRequest, tokenize),
     _Door("/detokenize", "Tokens to text", DetokenizeRequest, detokenize),
 )
@@ -104,6 +108,7 @@ def create_app(
     )
     app.include_router(_operation(served))
     app.include_router(_models(served))
+    app.include_router(listings(served))
     for door in _DOORS:
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{door.fields.__name__}"}}}
         app.add_api_route(
@@ -194,13 +199,14 @@ def _add_errors(app: FastAPI) -> None:
     """Write every refusal and failure in OpenAI's form."""
 
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+    async def refused(request: Request, error: ApiError) -> JSONResponse:
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
-        said = f"{error.detail}: {request.url.path}; /docs shows what there is"
-        return ApiError(error.status_code, said, headers=error.headers).response()
+        path = request.url.path
+        said = f"{error.detail}: {path}; /docs shows what there is"
+        return ApiError(error.status_code, said, headers=error.headers).response(path)
 
     @app.exception_handler(ClientLeftError)
     async def left(_: Request, __: ClientLeftError) -> Response:

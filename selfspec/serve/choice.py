@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
@@ -83,6 +84,8 @@ class Choice:
         self._unread: list[tuple[int, TokenLogprobs]] = []
         self._held: list[ScoredToken] = []
         self._read_to = 0
+        # When its first tokens came, in nanoseconds of `time.monotonic_ns`.
+        self.begun: int | None = None
         self.text = self.thought = ""
         self.calls: list[ToolCall] = []
         self.scored: list[ScoredToken] = []
@@ -96,6 +99,7 @@ class Choice:
 
     def take(self, committed: Committed) -> Piece:
         """Take what a round committed."""
+        self.begun = self.begun or time.monotonic_ns()
         text, count = "", 0
         for token, logprobs in zip_longest(committed.tokens, committed.logprobs or ()):
             count += 1

@@ -43,7 +43,7 @@ class ServerLimits:
                 raise UnsupportedOptionError(f"{each.name} must be above 0, got {value}")
 
 
-_KEPT = ("/v1", "/tokenize", "/detokenize")
+_KEPT = ("/v1", "/api/", "/tokenize", "/detokenize")
 
 
 class ClientPace:
@@ -63,7 +63,7 @@ class ClientPace:
             await self._app(scope, receive, send)
             return
         # Whoever looks after the server is answered however many others there are.
-        counted = scope["path"].startswith("/v1")
+        counted = scope["path"].startswith(("/v1", "/api/"))
         self._open += counted
         try:
             if counted and self._open > self._limits.connections:
@@ -77,7 +77,7 @@ class ClientPace:
         except ApiError as error:
             # What the client still sends is not read.
             error.headers["connection"] = "close"
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
         finally:
             self._open -= counted
 

@@ -99,7 +99,7 @@ class RequestLog:
                 raise
             LOGGER.error("a request failed", exc_info=error, extra={"fields": {"request_id": own}})
             failure = ApiError(500, "the server failed at this request; its log says why")
-            await failure.response()(scope, receive, answer)
+            await failure.response(scope["path"])(scope, receive, answer)
         except BaseException:
             ending = "broken off"
             raise

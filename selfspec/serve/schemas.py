@@ -177,14 +177,20 @@ def parse_body(body: bytes, model: type[ModelT], most: int) -> ModelT:
     _check_items(body, most)
     try:
         fields = json.loads(body.decode())
-        if _HALF_OF_PAIR.search(body):
-            _check_unicode(fields)
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise validation_error(error.errors(include_url=False)) from error
     except ValueError as error:
         # No JSON, no Unicode, or a number of too many digits.
         raise ApiError(400, f"the body is not JSON: {error}", None, "invalid_json") from error
+    if _HALF_OF_PAIR.search(body):
+        _check_unicode(fields)
+    return validated(model, fields)
+
+
+def validated(model: type[ModelT], fields: Any) -> ModelT:
+    """Read fields; raise an ApiError that names the one that is refused."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False)) from error
 
 
 def _check_items(body: bytes, most: int) -> None:
@@ -267,6 +273,11 @@ class GenerationFields(Hints):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams: set stream to true, or drop it")
         return self
+
+    @property
+    def wanted(self) -> JsonObjectFormat | JsonSchemaFormat | RegexFormat | None:
+        """What the answer has to fit; None: any text."""
+        return None if isinstance(self.response_format, TextFormat) else self.response_format
 
 
 class CompletionRequest(GenerationFields):

@@ -154,7 +154,8 @@ class Served:
         """Refuse requests for another model, and all once the server stops."""
         if self.stopping or not self.engine.running:
             raise stopping_error()
-        if model not in self.names:
+        # As Ollama's clients name what has no other tag.
+        if model not in self.names and model.removesuffix(":latest") not in self.names:
             raise unknown_model(model, self.name)
 
     def check_tokens(self, tokens: Sequence[int], field: str, vocabulary: int) -> None:

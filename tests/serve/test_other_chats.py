@@ -221,9 +221,7 @@ def test_tokens(bare: Running) -> None:
     assert bare.ask("/version").body.keys() == {"version"}
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/audio/transcriptions", "/v1/embeddings", "/v1/responses/resp_1", "/api/chat", "/v1/batches"]
-)
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/embeddings", "/v1/responses/resp_1", "/v1/batches"])
 def test_what_is_not_there_says_where_to_look(bare: Running, path: str) -> None:
     reply = bare.ask(path, {})
     assert reply.status == 404

@@ -69,6 +69,8 @@ class _Arrived(NamedTuple):
 class Form(Protocol):
     """How an endpoint writes answers, whole or as the events of a stream, each of them as it is sent."""
 
+    media_type: str = "text/event-stream"
+
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
         """All answers."""
 
@@ -260,7 +262,7 @@ async def answer(
         answering.cancel()
         raise
     if request.stream:
-        return _Stream(answering, _events(http, answering, form))
+        return _Stream(answering, _events(http, answering, form), form.media_type)
 
     async def run() -> None:
         async for _ in answering.pieces(http):
@@ -310,9 +312,9 @@ async def _gone(http: Request) -> None:
 class _Stream(StreamingResponse):
     """Events that are sent as they come. Whatever ends it, even before the first event, ends the answers."""
 
-    def __init__(self, answering: Answering, events: AsyncIterator[str]) -> None:
+    def __init__(self, answering: Answering, events: AsyncIterator[str], media_type: str) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type=media_type, headers=headers)
         self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,12 +10,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from selfspec.errors import PromptError
-from selfspec.serve.api_error import ApiError, api_error, validation_error
+from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.chat.call_formats import CallFormat, ResponseFormat
 from selfspec.serve.chat.call_reader import CallDelta, ToolCall
 from selfspec.serve.chat.template import ChatTemplate
@@ -38,8 +37,8 @@ from selfspec.serve.schemas import (
     JsonSchemaFormat,
     Message,
     NamedTool,
-    TextFormat,
     in_one_piece,
+    validated,
 )
 from selfspec.serve.served import Served, TokenTexts
 
@@ -93,7 +92,7 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     note_prompts(served, http, [prompt], messages=request.messages)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     top = (request.top_logprobs or 0) if request.logprobs else None
-    wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
+    wanted = request.wanted
     calls = bool(request.tools) and request.tool_choice != "none"
     # What has to fit something thinks nothing.
     free = wanted is None and (not calls or request.tool_choice in (None, "auto"))
@@ -256,11 +255,7 @@ async def read_chat(served: Served, http: Request, fields: Callable[[], Body]) -
     """Read fields of a chat request, those that are not None, into what the engine has to do."""
 
     def read() -> ChatCompletionRequest:
-        try:
-            given = {name: value for name, value in fields().items() if value is not None}
-            return ChatCompletionRequest.model_validate(given)
-        except ValidationError as error:
-            raise validation_error(error.errors()) from error
+        return validated(ChatCompletionRequest, {name: value for name, value in fields().items() if value is not None})
 
     request = await served.read(read)
     return request, await chat_work(served, http, request)
@@ -319,6 +314,15 @@ class ItemsForm(Form):
 def called(id_: str, name: str, arguments: str) -> Body:
     """Write a call as chats have it."""
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parsed(call: ToolCall) -> Body:
+    """Read the arguments of a call as an object; what is none, as Anthropic's clients are told to write it."""
+    try:
+        found = json.loads(call.arguments)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": call.arguments}
 
 
 def new_id(kind: str) -> str:

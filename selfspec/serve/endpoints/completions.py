@@ -23,7 +23,7 @@ from selfspec.serve.endpoints.answering import (
     usage,
 )
 from selfspec.serve.monitoring import request_id
-from selfspec.serve.schemas import CompletionRequest, TextFormat
+from selfspec.serve.schemas import CompletionRequest
 from selfspec.serve.served import Served, TokenTexts, prompt_text
 
 DEFAULT_TOKENS = 16
@@ -40,11 +40,11 @@ class _Echo:
 async def complete(served: Served, http: Request, request: CompletionRequest) -> Response:
     """Answer a request."""
     served.check(request.model)
-    prompts = await served.read(lambda: _prompts(served, request))
+    given = _given(request)
+    prompts = await served.read(lambda: prompt_ids(served, given))
     note_prompts(served, http, prompts, prompts=request.prompt)
     asked = _asked(served, request, prompts)
-    wanted = None if isinstance(request.response_format, TextFormat) else request.response_format
-    work = Work(prompts, asked or 1, "prompt", request.logprobs, wanted)
+    work = Work(prompts, asked or 1, "prompt", request.logprobs, request.wanted)
     rows = await row_requests(served, http, request, work)
     head: Body = {
         "id": f"cmpl-{request_id(http.scope)}",
@@ -53,8 +53,7 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
         "model": served.name,
     }
     of_prompts = [
-        await unless_gone(http, _echo(served, request, given, ids))
-        for given, ids in zip(_given(request), prompts, strict=True)
+        await unless_gone(http, _echo(served, request, each, ids)) for each, ids in zip(given, prompts, strict=True)
     ]
     # One for each of the n answers to a prompt.
     echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
@@ -84,9 +83,8 @@ def _given(request: CompletionRequest) -> list[str | list[int]]:
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
-def _prompts(served: Served, request: CompletionRequest) -> list[tuple[int, ...]]:
+def prompt_ids(served: Served, given: Sequence[str | Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt."""
-    given = _given(request)
     for prompt in given:
         if isinstance(prompt, str):
             served.check_text(prompt, "prompt")

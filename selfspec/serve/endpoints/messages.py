@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -13,7 +13,7 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
-from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, new_id, read_chat
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, new_id, parsed, read_chat
 from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
 
@@ -83,7 +83,7 @@ class Thinking(Strict):
 class CountRequest(Hints):
     """`POST /v1/messages/count_tokens`."""
 
-    renamed: ClassVar = {"stop": "stop_sequences", "enable_thinking": "thinking"}
+    renamed: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "enable_thinking": "thinking"}
     model: str
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     system: Content | None = None
@@ -180,7 +180,7 @@ class MessageForm(ItemsForm):
         choice = choices[0]
         said: list[Body] = [{**_BLOCKS["thought"], "thinking": choice.thought}] if choice.thought else []
         said += [{"type": "text", "text": choice.text}] if choice.text or not choice.calls else []
-        content = [*said, *({**_use(call), "input": _input(call)} for call in choice.calls)]
+        content = [*said, *({**_use(call), "input": parsed(call)} for call in choice.calls)]
         return {**self._head, "content": content, **_ending(choice), "usage": self._usage(counts)}
 
     def begin(self) -> Iterable[str]:
@@ -222,15 +222,6 @@ def _event(kind: str, /, **fields: Any) -> str:
 
 def _use(call: ToolCall) -> Body:
     return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _input(call: ToolCall) -> Body:
-    """Read the arguments as an object; what is none, as Anthropic's clients are told to write it."""
-    try:
-        found = json.loads(call.arguments)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": call.arguments}
 
 
 def _ending(choice: Choice) -> Body:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -79,7 +79,11 @@ class Reasoning(Strict):
 class ResponsesRequest(Hints):
     """`POST /v1/responses`."""
 
-    renamed: ClassVar = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text",
+    }
     model: str
     input: str | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: str | None = None
