@@ -273,6 +273,30 @@ def test_anthropic(url: str) -> None:
         anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="wrong").messages.create(**asked, max_tokens=1)
 
 
+def test_ollama(server: Running) -> None:
+    ollama = pytest.importorskip("ollama")
+
+    client = ollama.Client(f"http://127.0.0.1:{server.port}", headers={"authorization": f"Bearer {KEY}"})
+    asked: Any = {"model": NAME, "options": {"temperature": 0, "num_predict": 12}}
+    answer = client.chat(messages=SAID, **asked)
+    assert (answer.message.content, answer.eval_count, answer.done_reason) == (expected(server), 12, "length")
+    pieces = [*client.chat(messages=SAID, **asked, stream=True)]
+    assert "".join(piece.message.content for piece in pieces) == answer.message.content
+    assert pieces[-1].eval_duration > 0
+    assert client.generate(prompt=QUESTION, **asked).response == answer.message.content
+    asked["options"] = {"temperature": 0, "num_predict": 200}
+    typed = client.chat(messages=SAID, **asked, format=Weather.model_json_schema())
+    assert Weather.model_validate_json(typed.message.content)
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}
+    call = {"function": {"name": "weather", "arguments": {"city": "Bern", "days": 1}}}
+    told = [*SAID, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
+    assert client.chat(messages=told, **asked, tools=[tool]).done
+    (model,) = client.list().models
+    assert client.show(model.model).capabilities == ["completion", "tools"]
+    with pytest.raises(ollama.ResponseError, match="no model"):
+        client.chat("none", SAID)
+
+
 def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     # It sets this one itself.
