@@ -60,13 +60,13 @@ class _Whole:
 class _Marks:
     """What a reader looks for.
 
-    `first` begins a call in text, up to its object or its arguments; `again` begins one right behind another. `body`
-    follows: an object with the name in it (None), one of arguments, tags, or what is read at once. `ends` may follow.
+    `first` begins a call in text, up to its arguments; `again` begins one right behind another. `body` follows: an
+    object of arguments (None), tags, or what is read at once. `ends` may follow.
     """
 
     first: Any
     again: Any
-    body: Tags | _Whole | str | None
+    body: Tags | _Whole | None
     ends: tuple[Any, ...]
 
 
@@ -80,35 +80,38 @@ def _pattern(text: str) -> Any:
     return regex.compile(text.replace(r"\s*", r"\s{0,64}+"), regex.DOTALL)
 
 
-_OBJECT = r'(?=\{\s*")'
-_JSON = "JSON"
+_ARGUMENTS = ("arguments", "parameters", "args")
+# What stands in an object before its name, between that and its arguments, and behind these; some leave its end out.
+_HEAD = (
+    r'\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"]{0,256}"\s*,\s*|"function"\s*:\s*\{\s*)*"(?:tool_)?name"\s*:\s*"'
+)
+_JOINT = rf'"\s*,\s*"(?:{"|".join(_ARGUMENTS)})"\s*:\s*'
+_TAIL = r"(?:,[^{}]{0,256})?\}"
 
 
 def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
     """Return what a reader of a format looks for, of calls of these tools."""
     lead, _, _ = form.before.partition("{")
     begin = form.begin.rstrip().removesuffix("[")
-    body: Tags | str | None = form.tags
+    name = rf"(?P<name>{'|'.join(map(regex.escape, names)) or '(?!)'})"
+    behind = "" if form.tags else r"\s*(?=\{)"
     if form.is_object:
-        inner, after = rf"\s*\[?\s*{_OBJECT}", form.after.rpartition("}")[2]
+        inner, after = rf"\s*\[?\s*{_HEAD}{name}{_JOINT}{behind}", form.after.rpartition("}")[2]
     else:
-        name, joint = "|".join(map(regex.escape, names)) or r"(?!)", form.joint or _loose(form.between)
-        body = form.tags or _JSON
         # Names end where something else begins.
         open_ends = r"(?=[\s<])" if form.tags and not form.between.strip() else ""
-        inner = rf"(?P<name>{name})\s*{joint}{open_ends}" + (r"\s*(?=\{)" if body is _JSON else "")
-        after = form.after
+        inner, after = rf"{name}\s*{form.joint or _loose(form.between)}{open_ends}{behind}", form.after
     opening = form.opening or (rf"(?:{_loose(begin)})?{_loose(lead)}" if lead.strip() else _loose(begin))
     if not opening:
         # Only what an answer begins with may be a call.
         opening = r"(?<=\A\s*|</think>\s*)"
     further = rf"(?:{opening})?" if form.is_object else opening
-    ends = [r"\]"] if form.is_object else []
+    ends = [_TAIL, r"\}", r"\]"] if form.is_object else []
     ends += [_loose(each.strip()) for each in (after, form.end.strip().removeprefix("]")) if each.strip()]
     return _Marks(
         _pattern(rf"\s*{opening}{inner}"),
         _pattern(rf"[\s,;]{{0,64}}{further}{inner}"),
-        body,
+        form.tags,
         tuple(_pattern(rf"\s*{each}") for each in ends),
     )
 
@@ -193,37 +196,14 @@ class CallReader:
         body = self._marks.body
         if isinstance(body, _Whole):
             return (yield from self._at_once(found, body))
-        if body is None:
-            return (yield from self._object())
-        if found["name"] not in self._tools:
-            return False
-        call = self._begun(found["name"])
-        if isinstance(body, Tags):
+        call = ToolCall(found["name"])
+        self._count += 1
+        self._grow(call, "", begins=True)
+        if body is not None:
             yield from self._tagged(call, body)
-        elif (yield from self._balanced(0, call)):
-            self._grow(call, "", ends=True)
+        else:
+            yield from self._balanced(call)
         return True
-
-    def _object(self) -> _Reading[bool]:
-        """Read a call that is an object."""
-        begun = self._at
-        head = yield from self._met(_HEAD)
-        if head is not None and (name := json.loads(f'"{head["name"]}"', strict=False)) in self._tools:
-            self._at = head.end()
-            call = self._begun(name)
-            if (yield from self._balanced(0, call)):
-                self._grow(call, "", ends=True)
-                # Some leave out what closes the object.
-                if (yield from self._met(_MORE)) is not None:
-                    yield from self._balanced(1)
-            return True
-        if not (yield from self._balanced(0)):
-            return False
-        try:
-            value = json.loads(self._text[begun : self._at])
-        except ValueError:
-            return False
-        return self._add([value.get("function", value)])
 
     def _at_once(self, found: Any, body: _Whole) -> _Reading[bool]:
         """Read a call that is known once all of it is there."""
@@ -254,15 +234,9 @@ class CallReader:
             self._grow(call, "", begins=True, ends=True)
         return True
 
-    def _begun(self, name: str) -> ToolCall:
-        call = ToolCall(name)
-        self._count += 1
-        self._grow(call, "", begins=True)
-        return call
-
-    def _balanced(self, depth: int, call: ToolCall | None = None) -> _Reading[bool]:
-        """Read JSON, of a call's arguments, until its brackets, `depth` of them open, are closed; say if they are."""
-        quoted = escaped = False
+    def _balanced(self, call: ToolCall) -> _Reading[None]:
+        """Read the JSON of a call's arguments, until its brackets are closed."""
+        quoted, escaped, depth = False, False, 0
         while True:
             begun = self._at
             for at in range(begun, len(self._text)):
@@ -275,12 +249,12 @@ class CallReader:
                     depth += (letter in "[{") - (letter in "]}")
                     if depth == 0:
                         self._at = at + 1
-                        self._grow(call, self._text[begun : self._at])
-                        return True
+                        self._grow(call, self._text[begun : self._at], ends=True)
+                        return
             self._at = len(self._text)
             self._grow(call, self._text[begun:])
             if self._ended:
-                return False
+                return
             yield
 
     def _tagged(self, call: ToolCall, tags: Tags) -> _Reading[None]:
@@ -323,10 +297,8 @@ class CallReader:
             found = pattern.match(self._text, self._at, partial=True)
         self._at = self._at if found is None else found.end()
 
-    def _grow(self, call: ToolCall | None, arguments: str, begins: bool = False, ends: bool = False) -> None:
+    def _grow(self, call: ToolCall, arguments: str, begins: bool = False, ends: bool = False) -> None:
         """Send what is new of a call, in one piece with what else is new of it."""
-        if call is None:
-            return
         call.arguments += arguments
         new = call.arguments if begins else arguments
         last = self._deltas[-1] if self._deltas else None
@@ -364,12 +336,6 @@ def _named(value: Any) -> ToolCall | None:
     return ToolCall(name, written) if isinstance(name, str) and isinstance(written, str) else None
 
 
-_ARGUMENTS = ("arguments", "parameters", "args")
-_HEAD = _pattern(
-    r'\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"]{0,256}"\s*,\s*)*"(?:tool_)?name"\s*:\s*"(?P<name>(?:[^"\\]|\\.){1,256})"\s*,\s*'
-    rf'"(?:{"|".join(_ARGUMENTS)})"\s*:\s*(?=\{{)'
-)
-_MORE = _pattern(r"\s*[,}]")
 _WORDS = {"True": True, "False": False, "None": None}
 _TYPES: Mapping[type, Collection[str]] = {
     bool: ("boolean",),
