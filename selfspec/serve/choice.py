@@ -47,7 +47,8 @@ class Piece:
 class Counts:
     """Tokens of an answer, drafted and accepted ones, and those of its prompt that a kept cache held.
 
-    Of the draft tokens out of its prediction, `predicted` were accepted and `mispredicted` rejected.
+    Of the draft tokens out of its prediction, `predicted` were accepted and `mispredicted` rejected. Once it has ended,
+    `thought` are the tokens of its thoughts, as the tokenizer cuts them.
     """
 
     tokens: int = 0
@@ -56,6 +57,7 @@ class Counts:
     cached: int = 0
     predicted: int = 0
     mispredicted: int = 0
+    thought: int = 0
 
 
 class Choice:
@@ -74,6 +76,7 @@ class Choice:
         shown: frozenset[int] = frozenset(),
         thoughts: ThoughtReader | None = None,
     ) -> None:
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, prompt, special=bool(shown))
         self._hidden = frozenset(tokenizer.all_special_ids) - shown if shown else frozenset()
         self._stops = StopStrings(stops)
@@ -154,6 +157,9 @@ class Choice:
         self.text += said.text
         self.calls += [each.call for each in said.calls if each.begins]
         self.scored += scored
+        if ended and self.thought:
+            tokens = self._tokenizer(self.thought, add_special_tokens=False).input_ids
+            self.counts = replace(self.counts, thought=len(tokens))
         self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
         return Piece(said.text, tuple(scored), self.finish_reason, said.calls, thought)
 

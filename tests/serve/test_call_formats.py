@@ -19,8 +19,8 @@ from helpers.tokenizers import BARE, PLAIN
 from selfspec.errors import CheckpointError, PromptError, UnsupportedOptionError
 from selfspec.serve.chat.call_formats import HERMES as TOLD
 from selfspec.serve.chat.call_formats import CallFormat, Tags
-from selfspec.serve.chat.template import ChatTemplate
-from selfspec.serve.chat.thoughts import ThoughtReader, Thoughts
+from selfspec.serve.chat.template import ChatTemplate, TemplateSource
+from selfspec.serve.chat.thoughts import MARKS, ThoughtReader, Thoughts
 from selfspec.serve.choice import Choice
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.grammar import CallGrammar, Grammars, Wanted
@@ -200,7 +200,35 @@ def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) 
 )
 def test_thoughts_are_parted_from_what_is_said(answer: str, begun: bool, thought: str, said: str) -> None:
     for pieces in ([answer], [*answer]):
-        reader = ThoughtReader(Thoughts(("<think>", "</think>"), begun=begun))
+        reader = ThoughtReader(Thoughts(MARKS[0], begun=begun))
+        parted = [*map(reader.push, pieces), reader.push("", ended=True)]
+        assert ("".join(each.thought for each in parted), "".join(each.said for each in parted)) == (thought, said)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "thought", "said"),
+    [
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+            "Hm.",
+            "Yes",
+        ),
+        ("gpt-oss", "<|channel|>final<|message|>Yes", "", "Yes"),
+        ("gpt-oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=", "Hm.", "<|start|>assistant to="),
+        ("gemma-4", "<|channel>thought\nHm.\n<channel|>Yes", "Hm.", "Yes"),
+        ("gemma-4", "Yes", "", "Yes"),
+    ],
+)
+def test_thoughts_of_other_marks(name: str, answer: str, thought: str, said: str) -> None:
+    sources = {"gpt-oss": PUBLISHED["gpt-oss"].source, "gemma-4": "{{ m.split('<channel|>')[-1] }}"}
+    marks = TemplateSource(PUBLISHED["gpt-oss"].tokenizer, sources[name]).thinks
+    assert marks is not None
+    for pieces in ([answer], [*answer]):
+        reader = ThoughtReader(Thoughts(marks))
         parted = [*map(reader.push, pieces), reader.push("", ended=True)]
         assert ("".join(each.thought for each in parted), "".join(each.said for each in parted)) == (thought, said)
 

@@ -175,6 +175,8 @@ def test_thoughts_stand_apart_at_every_door_and_are_taken_back() -> None:
         thought = server.complete(prompt=prompt, **asked).body["choices"][0]["text"].lstrip()
         chat = server.chat(**asked, enable_thinking=True).body["choices"][0]["message"]
         assert (chat["reasoning_content"], chat["content"]) == (thought, "")
+        usage = server.chat(**asked, enable_thinking=True).body["usage"]["completion_tokens_details"]
+        assert usage["reasoning_tokens"] == len(server.tokenizer(thought, add_special_tokens=False).input_ids) > 3
         deltas = [
             each["choices"][0]["delta"] for each in server.chat(**asked, enable_thinking=True, stream=True).events
         ]

@@ -18,7 +18,7 @@ from selfspec.errors import CheckpointError, PromptError
 from selfspec.serve.chat.call_formats import HERMES, CallFormat, ResponseFormat
 from selfspec.serve.chat.call_learning import ARGUMENTS, NAMES, calling, find_format
 from selfspec.serve.chat.call_reader import CallableTools, CallReader
-from selfspec.serve.chat.thoughts import MARKS, Thoughts
+from selfspec.serve.chat.thoughts import MARKS, Marks, Thoughts
 
 Message = Mapping[str, Any]
 """`role`, `content`, and what else a template may read."""
@@ -153,8 +153,8 @@ class ChatTemplate:
         marks = self.writer(tools).thinks
         if marks is None:
             return None
-        begun = str(self.tokenizer.decode(prompt[-32:])).rstrip().endswith(marks[0])
-        return Thoughts(marks, frozenset(self._special_of("".join(marks))), begun)
+        begun = str(self.tokenizer.decode(prompt[-32:])).rstrip().endswith(marks.begin)
+        return Thoughts(marks, frozenset(self._special_of("".join((marks.begin, marks.end, *marks.lead)))), begun)
 
     def _special_of(self, marks: str) -> dict[int, str]:
         """Return the special tokens that are in marks, with their texts."""
@@ -279,9 +279,9 @@ class TemplateSource:
         return frozenset(found - {*_GIVEN, "raise_exception", "strftime_now", "namespace", "range", "dict"})
 
     @property
-    def thinks(self) -> tuple[str, str] | None:
+    def thinks(self) -> Marks | None:
         """The marks that it writes around thoughts; None: it writes none."""
-        return next((marks for marks in MARKS if marks[1] in self.source), None)
+        return next((marks for marks in MARKS if (marks.sign or marks.end) in self.source), None)
 
     @cached_property
     def readings(self) -> Mapping[str, Reading | None]:

@@ -7,8 +7,33 @@ from typing import NamedTuple
 
 import regex
 
-MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""Marks that models write before and behind thoughts."""
+
+class Marks(NamedTuple):
+    """What models write before and behind thoughts; `lead`, before what they say, with or without thoughts.
+
+    A template that holds `sign` is of such a model; "": the mark behind thoughts is.
+    """
+
+    begin: str
+    end: str
+    lead: tuple[str, ...] = ()
+    sign: str = ""
+
+
+_FINAL = "<|channel|>final<|message|>"
+
+MARKS = (
+    Marks("<think>", "</think>"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<seed:think>", "</seed:think>"),
+    # Gemma 4.
+    Marks("<|channel>thought", "<channel|>"),
+    # gpt-oss.
+    Marks(
+        *("<|channel|>analysis<|message|>", "<|end|>", (f"<|start|>assistant{_FINAL}", _FINAL)),
+        sign="<|channel|>analysis<|message|>",
+    ),
+)
 
 
 class Parted(NamedTuple):
@@ -22,7 +47,7 @@ class Parted(NamedTuple):
 class Thoughts:
     """Marks around the thoughts of an answer, special tokens among them, and whether the prompt has begun them."""
 
-    marks: tuple[str, str]
+    marks: Marks
     shown: frozenset[int] = frozenset()
     begun: bool = False
 
@@ -31,7 +56,12 @@ class ThoughtReader:
     """Parts an answer that comes piece by piece. White space around marks is neither thought nor said."""
 
     def __init__(self, thoughts: Thoughts) -> None:
-        self._begin, self._end = (regex.compile(rf"\s*+{regex.escape(mark)}") for mark in thoughts.marks)
+        marks = thoughts.marks
+        self._begin, self._end, self._lead = (
+            regex.compile(rf"\s*+(?:{'|'.join(map(regex.escape, each)) or '(?!)'})")
+            for each in ((marks.begin,), (marks.end,), marks.lead)
+        )
+        self._leads = True
         # None: it has said nothing yet.
         self._thinks = True if thoughts.begun else None
         self._held = ""
@@ -55,6 +85,11 @@ class ThoughtReader:
             if found is None or found.partial:
                 return Parted(thought, "")
             self._thinks, self._blank, self._held = False, True, self._held[found.end() - cut :]
+        if self._leads:
+            found = self._lead.match(self._held, partial=not ended)
+            if found is not None and found.partial:
+                return Parted(thought, "")
+            self._leads, self._held = False, self._held[0 if found is None else found.end() :]
         said, self._held = self._held, ""
         return Parted(thought, self._shown(said))
 

@@ -338,6 +338,7 @@ def usage(prompt_tokens: int, counts: Counts) -> Body:
         "total_tokens": prompt_tokens + counts.tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
         "completion_tokens_details": {
+            "reasoning_tokens": counts.thought,
             "accepted_prediction_tokens": counts.predicted,
             "rejected_prediction_tokens": counts.mispredicted,
             "draft_tokens": counts.drafted,

@@ -258,7 +258,7 @@ class ResponseForm(ItemsForm):
                 "input_tokens": self._prompt_tokens,
                 "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
                 "output_tokens": counts.tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": counts.thought},
                 "total_tokens": self._prompt_tokens + counts.tokens,
             },
         }
