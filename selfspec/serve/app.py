@@ -30,7 +30,7 @@ from selfspec.serve.endpoints.chat_completions import answer_as, chat
 from selfspec.serve.endpoints.completions import complete
 from selfspec.serve.endpoints.messages import CountRequest, MessagesRequest, count_tokens
 from selfspec.serve.endpoints.ollama import OllamaChat, OllamaGenerate, ShowRequest, listings, ollama, show
-from selfspec.serve.endpoints.responses import ResponsesRequest
+from selfspec.serve.endpoints.responses import ResponsesRequest, respond
 from selfspec.serve.endpoints.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from selfspec.serve.monitoring import LOG_CONFIG, LOGGER, RequestLog
 from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest, Refusal
@@ -63,7 +63,7 @@ class _Door(NamedTuple):
 _DOORS = (
     _Door("/v1/chat/completions", "Answer messages", ChatCompletionRequest, chat),
     _Door("/v1/completions", "Go on with text", CompletionRequest, complete),
-    _Door("/v1/responses", "Answer a conversation, as OpenAI's newer clients ask", ResponsesRequest, answer_as),
+    _Door("/v1/responses", "Answer a conversation, as OpenAI's newer clients ask", ResponsesRequest, respond),
     _Door("/v1/messages", "Answer messages, as Anthropic's clients ask", MessagesRequest, answer_as),
     _Door("/v1/messages/count_tokens", "Count the tokens of messages", CountRequest, count_tokens),
     _Door("/api/chat", "Answer messages, as Ollama's clients ask", OllamaChat, ollama),

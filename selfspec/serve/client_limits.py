@@ -27,6 +27,7 @@ class ServerLimits:
         client_seconds: in which a client has to send the headers of a request, then its body, and to take what it is
             sent.
         connections: open at once, and requests below /v1 that are answered at once.
+        stored_bytes: of conversations that requests may go on from by the id of a response.
     """
 
     body_bytes: int = 4 * 2**20
@@ -35,6 +36,7 @@ class ServerLimits:
     request_seconds: float = 600.0
     client_seconds: float = 20.0
     connections: int = 1000
+    stored_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
         for each in fields(self):

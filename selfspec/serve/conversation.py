@@ -129,6 +129,7 @@ class Conversation:
             self._read = _Read()
 
 
+@dataclass(eq=False)
 class ChatTurn(Iterator[str]):
     """One answer to `question`: its text, piece by piece, as rounds are committed.
 
@@ -136,24 +137,15 @@ class ChatTurn(Iterator[str]):
     once the answer came to its own end.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        generation: Generation,
-        question: dict[str, str],
-        prompt: list[int],
-        kept: int,
-        stream: TextStream,
-    ) -> None:
-        self._conversation = conversation
-        self._generation = generation
-        self._stream = stream
-        self.question = question
-        self.prompt = prompt
-        self.kept = kept
-        self.tokens: list[int] = []
-        self.text = ""
-        self.finished = False
+    _conversation: Conversation
+    _generation: Generation
+    question: dict[str, str]
+    prompt: list[int]
+    kept: int
+    _stream: TextStream
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: bool = False
 
     @property
     def stats(self) -> Stats:

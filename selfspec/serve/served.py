@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Served:
         self.limits = limits or ServerLimits()
         self.log_text = log_text
         self.stopping = False
+        # Conversations as JSON, by the ids of the answers that they end with; the last used one is last.
+        self.stored: OrderedDict[str, str] = OrderedDict()
         self.created = int(time.time())
         self.vocabulary = vocabulary_size(spec.model)
         self.readable: int = weight_of(spec.model.get_input_embeddings()).shape[0]

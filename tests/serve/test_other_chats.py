@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +84,25 @@ def test_a_response_calls_a_tool_and_hears_of_it(bare: Running) -> None:
     deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
     assert len(deltas) > 2
     assert "".join(deltas) == call["arguments"]
+
+
+def test_a_response_goes_on_from_another(bare: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bare.respond(instructions="Be kind.").body
+    assert first["store"]
+    asks = [{"role": "user", "content": QUESTION}, *first["output"], {"role": "user", "content": "Why?"}]
+    expected = bare.respond(input=asks, store=False).body
+    for stream in (False, True):
+        reply = bare.respond(input="Why?", previous_response_id=first["id"], stream=stream)
+        body = named_events(reply)[-1]["response"] if stream else reply.body
+        assert body["previous_response_id"] == first["id"]
+        assert body["usage"]["input_tokens"] == expected["usage"]["input_tokens"]
+        assert body["output"][0]["content"] == expected["output"][0]["content"]
+    monkeypatch.setattr(bare.served, "limits", replace(bare.served.limits, stored_bytes=600))
+    last = bare.respond().body["id"]
+    assert list(bare.served.stored) == [last]
+    for gone in (first["id"], expected["id"]):
+        error = bare.respond(previous_response_id=gone).body["error"]
+        assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
 def test_a_response_of_a_form(bare: Running) -> None:

@@ -1,18 +1,21 @@
-"""`POST /v1/responses`: the chat of OpenAI's newer clients. Nothing is stored: each request brings the conversation."""
+"""`POST /v1/responses`: the chat of OpenAI's newer clients, who bring the conversation or name an answer in it."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
-from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, new_id
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, new_id
 from selfspec.serve.schemas import Content, Function, FunctionName, Hints, Many, Part, Strict, in_one_piece
 from selfspec.serve.served import Served
 
@@ -97,19 +100,23 @@ class ResponsesRequest(Hints):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    # Nothing is stored, so there is nothing to go on from.
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     conversation: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The input, of which a text is a message of the user."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def chat(self) -> Body:
         chosen = self.tool_choice
         tools = [_function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools or ()]
         return {
             **self.model_dump(include={"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}),
-            "messages": _messages(self),
+            "messages": _messages(self.instructions, self.items),
             "max_tokens": self.max_output_tokens,
             "tools": tools or None,
             "tool_choice": _function({"name": chosen.name}) if isinstance(chosen, ChosenTool) else chosen,
@@ -119,6 +126,19 @@ class ResponsesRequest(Hints):
 
     def form(self, served: Served, work: Work) -> Form:
         return ResponseForm(served, self, work)
+
+
+async def respond(served: Served, http: Request, request: ResponsesRequest) -> Response:
+    """Answer a request, behind the conversation of the answer that it names."""
+    before = request.previous_response_id
+    if before is not None:
+        kept = served.stored.get(before)
+        if kept is None:
+            said = f"previous_response_id: {before[:100]!r} is not kept here, or no longer; send the whole conversation"
+            raise ApiError(400, said, "previous_response_id", "previous_response_not_found")
+        served.stored.move_to_end(before)
+        request.input = [*await served.read(lambda: [*map(InputItem.model_validate, json.loads(kept))]), *request.items]
+    return await answer_as(served, http, request)
 
 
 def _function(said: Body) -> Body:
@@ -132,12 +152,10 @@ def _format(text: ResponseText | None) -> Body | None:
     return {"type": text.format.type, **({"json_schema": said} if text.format.type == "json_schema" else {})}
 
 
-def _messages(request: ResponsesRequest) -> list[Body]:
+def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[Body]:
     """Write the conversation as chats have it: calls belong to the message before them."""
-    messages: list[Body] = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    for item in request.input:
+    messages: list[Body] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for item in items:
         if item.type == "message" and item.role == "assistant" and "reasoning_content" in (messages or [{}])[-1]:
             messages[-1]["content"] += in_one_piece(item.content)
         elif item.type == "message":
@@ -159,7 +177,7 @@ class ResponseForm(ItemsForm):
 
     def __init__(self, served: Served, request: ResponsesRequest, work: Work) -> None:
         super().__init__()
-        self._prompt_tokens = work.prompt_tokens
+        self._served, self._request, self._prompt_tokens = served, request, work.prompt_tokens
         asked = request.model_dump(by_alias=True, exclude={"input"})
         kept = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "previous_response_id")
         self._head: Body = {
@@ -171,7 +189,7 @@ class ResponseForm(ItemsForm):
             "metadata": asked["metadata"] or {},
             "parallel_tool_calls": bool(request.parallel_tool_calls),
             "reasoning": {"effort": None, "summary": None, **(asked["reasoning"] or {})},
-            "store": False,
+            "store": request.store is not False,
             "text": asked["text"] or {"format": {"type": "text"}},
             "tool_choice": asked["tool_choice"] or "auto",
             "tools": asked["tools"] or [],
@@ -249,6 +267,12 @@ class ResponseForm(ItemsForm):
 
     def _response(self, output: list[Body], choice: Choice, counts: Counts) -> Body:
         cut = choice.finish_reason == "length"
+        if self._head["store"]:
+            said = [item.model_dump(exclude_unset=True) for item in self._request.items]
+            stored, most = self._served.stored, self._served.limits.stored_bytes
+            stored[self._head["id"]] = json.dumps([*said, *output])
+            while sum(map(len, stored.values())) > most:
+                stored.popitem(last=False)
         return {
             **self._head,
             "status": "incomplete" if cut else "completed",
