@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from helpers.http_server import NAME, Reply, Running, running
+from selfspec.serve.chat.call_reader import CallDelta, ToolCall
+from selfspec.serve.choice import Counts, Piece
+from selfspec.serve.endpoints.answering import Work
+from selfspec.serve.endpoints.ollama import OllamaForm
 
 GREEDY = {"temperature": 0, "num_predict": 12}
 QUESTION = {"role": "user", "content": "Tell me of Lily."}
@@ -91,16 +95,18 @@ def test_calls_and_schemas(bare: Running) -> None:
     assert chat(bare, messages=told, tools=[TOOL], stream=False).status == 200
 
 
-CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-
-
 def test_thoughts_and_calls_stand_apart() -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}{% if m.thought %}</think>{% endif %}{% endfor %}<think>"
     with running(template=template) as server:
         body = chat(server, stream=False).body["message"]
         assert body["content"] == ""
         assert "".join(line["message"].get("thinking", "") for line in lines(chat(server))) == body["thinking"]
         assert chat(server, think=False).body["error"].startswith("think: the template of this model has no switch")
+        form = OllamaForm(server.served, Work([(1, 2)], None, "messages"), True)
+        call = ToolCall("weather", '{"city": "Bern"}')
+        new = Piece("", calls=(CallDelta(call, 0, call.arguments, True, True),))
+        (line,) = map(json.loads, form.piece(0, new, Counts(3)))
+        assert line["message"]["tool_calls"] == [{"function": {"name": "weather", "arguments": {"city": "Bern"}}}]
 
 
 def test_refusals_are_one_text(bare: Running) -> None:
