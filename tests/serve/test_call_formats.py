@@ -224,7 +224,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     ],
 )
 def test_thoughts_of_other_marks(name: str, answer: str, thought: str, said: str) -> None:
-    sources = {"gpt-oss": PUBLISHED["gpt-oss"].source, "gemma-4": "{{ m.split('<channel|>')[-1] }}"}
+    sources = {"gpt-oss": str(PUBLISHED["gpt-oss"].source), "gemma-4": "{{ m.split('<channel|>')[-1] }}"}
     marks = TemplateSource(PUBLISHED["gpt-oss"].tokenizer, sources[name]).thinks
     assert marks is not None
     for pieces in ([answer], [*answer]):

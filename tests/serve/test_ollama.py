@@ -15,7 +15,7 @@ from selfspec.serve.endpoints.ollama import OllamaForm
 
 GREEDY = {"temperature": 0, "num_predict": 12}
 QUESTION = {"role": "user", "content": "Tell me of Lily."}
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
