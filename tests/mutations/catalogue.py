@@ -664,7 +664,7 @@ CATALOGUE = (
         "self._unexplained <= _UNEXPLAINED", "True",
         ("test_rows_of_which_none_fails_alone_go_on_for_a_few_rounds_and_then_end",)),
     # What the server makes of rows.
-    Mutation("serving: the seed of a request is dropped", "_sampling", "None if seed is None else _1", "None",
+    Mutation("serving: the seed of a request is dropped", "_seed", "None if seed is None else _1", "None",
         ("test_seeded_text_is_that_of_generate",)),
     Mutation("serving: requests are taken for those of other rows once a row has left", "Scheduler._remove",
         "[self._running[index] for index in kept]", "[self._running[index] for index in sorted(kept)]",

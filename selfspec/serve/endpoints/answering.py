@@ -152,17 +152,17 @@ async def row_requests(served: Served, http: Request, request: GenerationFields,
 
     def rows() -> list[RowRequest]:
         options = _options(served, request)
-        # Every answer of n is another one; the first is that of the seed itself.
-        seeds = [
-            None if request.seed is None else (request.seed + 2**63 + index) % 2**64 - 2**63
-            for index in range(request.n or 1)
-        ]
         return [
             RowRequest(
-                prompt, most, {**options, **_processors(request, prompt, grammar)}, seed, work.logprobs, predicted
+                prompt,
+                most,
+                {**options, **_processors(request, prompt, grammar)},
+                _seed(request.seed, index),
+                work.logprobs,
+                predicted,
             )
             for prompt, most in zip(prompts, longest, strict=True)
-            for seed in seeds
+            for index in range(request.n or 1)
         ]
 
     return await served.submit(rows)
@@ -235,6 +235,11 @@ def _options(served: Served, request: GenerationFields) -> dict[str, Any]:
         "min_new_tokens": request.min_tokens or 0,
         "eos_token_id": sorted({*further, *(() if request.ignore_eos else served.end_tokens)}) or None,
     }
+
+
+def _seed(seed: int | None, index: int) -> int | None:
+    """Return the seed of the answer with this index of `n`: every one is another, and the first has the request's."""
+    return None if seed is None else (seed + 2**63 + index) % 2**64 - 2**63
 
 
 def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Grammar | None) -> dict[str, Any]:
