@@ -33,7 +33,7 @@ _OF_LOADING = frozenset(
 )  # fmt: skip
 
 
-class Said(Strict):
+class OllamaFields(Strict):
     """Fields without those that are null, and without those of loading."""
 
     @model_validator(mode="before")
@@ -44,7 +44,7 @@ class Said(Strict):
         return {name: value for name, value in fields.items() if name not in _OF_LOADING and value is not None}
 
 
-class Options(Said):
+class OllamaOptions(OllamaFields):
     """How an answer is chosen; the defaults are Ollama's."""
 
     num_predict: int | None = None
@@ -64,7 +64,7 @@ class Options(Said):
     typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
 
 
-class OllamaRequest(Said):
+class OllamaRequest(OllamaFields):
     """What `/api/chat` and `/api/generate` share."""
 
     renamed: ClassVar[Mapping[str, str]] = {
@@ -77,7 +77,7 @@ class OllamaRequest(Said):
     model: str
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
-    options: Options = Field(default_factory=Options)
+    options: OllamaOptions = Field(default_factory=OllamaOptions)
     think: bool | str | None = None
 
     @property
@@ -108,7 +108,7 @@ class OllamaRequest(Said):
         return OllamaForm(served, work, isinstance(self, OllamaChat))
 
 
-class OllamaFunction(Said):
+class OllamaFunction(OllamaFields):
     """A function that the model called."""
 
     name: str
@@ -116,7 +116,7 @@ class OllamaFunction(Said):
     index: int | None = None
 
 
-class OllamaCall(Said):
+class OllamaCall(OllamaFields):
     """A call of a tool."""
 
     id: str | None = None
@@ -124,7 +124,7 @@ class OllamaCall(Said):
     function: OllamaFunction
 
 
-class OllamaMessage(Said):
+class OllamaMessage(OllamaFields):
     """A message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -179,7 +179,7 @@ class OllamaGenerate(OllamaRequest):
         return {**self.alike, **self.thinking, "messages": messages}
 
 
-class ShowRequest(Said):
+class ShowRequest(OllamaFields):
     """`POST /api/show`."""
 
     model: str = ""
