@@ -141,7 +141,7 @@ def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, name: 
     seen, expected = [], []
     for number, row in enumerate((*ROWS, *ROWS)):
         new = 3 + 2 * number
-        chosen = {"do_sample": False} if number % 3 else {"do_sample": True, "temperature": 0.9}
+        chosen: dict[str, Any] = {"do_sample": False} if number % 3 else {"do_sample": True, "temperature": 0.9}
         seen.append(engine.submit(RowRequest(tuple(row[0].tolist()), new, {**chosen, "eos_token_id": None}, number)))
         options = {**OPTIONS, **chosen, "eos_token_id": None, "max_new_tokens": new}
         expected += texts(plain, [row], **options, seed=number)
