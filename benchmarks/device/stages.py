@@ -46,7 +46,7 @@ _DRAFTS = {
     "look-ups": ("lookup", _CHAIN),
     "recycled tokens": ("recycle", _TREE),
 }
-_NOT_COUNTED = CANNOT + "torch counts waits for a CUDA device alone; on a CPU there is nothing to wait for"
+_NOT_COUNTED = CANNOT + "torch counts waits and work of a CUDA device alone; on a CPU there is nothing to wait for"
 # What torch says of each operation that waits, while it is asked to.
 _WAITS = "called a synchronizing CUDA operation"
 
@@ -128,6 +128,17 @@ def waits_of_rounds(begun: Callable[[], Generation], rounds: int) -> Estimate:
     return Estimate.of_median(found)
 
 
+def idle_share(begun: Callable[[], Generation], rounds: int) -> float:
+    """Return the share of rounds after the first in which a CUDA device runs nothing; to note that takes time, too."""
+    generation, timer = begun(), Timer(time.perf_counter, torch.device("cuda"))
+    next(generation)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        seconds = timer.of(lambda: [next(generation) for _ in range(rounds)])
+    generation.close()
+    busy = sum(each.self_device_time_total for each in seen.key_averages()) / 1e6
+    return float(max(0.0, 1.0 - busy / seconds))
+
+
 def wait_cases(bench: Bench) -> Cases:
     """Return plain decoding and drafts of fixed and of changing length, by stock modules and graphs."""
     exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
@@ -160,11 +171,13 @@ def _counted(bench: Bench, by: RuntimeName, draft: str, length: int | None, temp
     next(generation)
     seconds = [timer.of(lambda: drafted.append(float(len(next(generation).rows[0].draft)))) for _ in range(rounds)]
     generation.close()
+    on_cuda = bench.device.type == "cuda"
     return {
         "": {
             "a round, ms": Estimate.of_median([1000 * each for each in seconds]),
             "drafted": Estimate.of_median(drafted),
-            "waits a round": waits_of_rounds(begun, rounds) if bench.device.type == "cuda" else _NOT_COUNTED,
+            "waits a round": waits_of_rounds(begun, rounds) if on_cuda else _NOT_COUNTED,
+            "idle share": idle_share(begun, rounds) if on_cuda else _NOT_COUNTED,
         }
     }
 
@@ -267,7 +280,7 @@ STAGES = {
     "first": Stage("Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
     "pieces": Stage("Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
     "costs-8B": Stage("c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
-    "waits": Stage("How often a round waits for the device, and how long it takes", 3, wait_cases),
+    "waits": Stage("How often a round waits for the device, how long it takes, and its idle share", 3, wait_cases),
     "captures": Stage("How many passes each generation captures, and how long that takes", 2, capture_cases),
     "costs-1B": Stage("c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
 }

@@ -17,7 +17,6 @@ from selfspec.draft.draft import Draft
 @rule(
     "block",
     help="block verification (Sun et al., 2024) of the whole draft: accepts at least as much as `token`",
-    by_kernel="block",
 )
 @dataclass(frozen=True)
 class Block:

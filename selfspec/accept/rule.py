@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -25,9 +25,6 @@ from selfspec.errors import UnsupportedOptionError
 
 GROUP = "selfspec.rules"
 """The group of entry points in which other packages name their rules: `name = module:Class`."""
-
-Judging = Literal["token", "block"]
-"""How kernels judge a draft: as the rule of that name."""
 
 _Kind = TypeVar("_Kind")
 
@@ -78,19 +75,18 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class RuleDeclaration:
-    """Holds a rule's name, one line of help, and how kernels judge alike, see `triton_judge`; None: none."""
+    """Holds a rule's name and one line of help."""
 
     name: str
     help: str
-    by_kernel: Judging | None
 
 
-def rule(name: str, *, help: str, by_kernel: Judging | None = None) -> Callable[[type[_Kind]], type[_Kind]]:
+def rule(name: str, *, help: str) -> Callable[[type[_Kind]], type[_Kind]]:
     """Declare the name of a rule; see `RuleDeclaration`. Subclasses declare their own."""
 
     def declared(kind: type[_Kind]) -> type[_Kind]:
         own: Any = kind
-        own.declared = RuleDeclaration(name, help, by_kernel)
+        own.declared = RuleDeclaration(name, help)
         return kind
 
     return declared

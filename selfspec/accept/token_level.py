@@ -17,7 +17,6 @@ from selfspec.draft.draft import Draft
 @rule(
     "token",
     help="rejection sampling token by token (Leviathan et al., 2023); greedy decoding is a special case",
-    by_kernel="token",
 )
 @dataclass(frozen=True)
 class TokenLevel:
@@ -100,7 +99,6 @@ def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice 
 @rule(
     "coupled",
     help="sampled tokens do not depend on the draft: the same seed gives plain decoding's, token for token",
-    by_kernel="token",
 )
 @dataclass(frozen=True)
 class Coupled(TokenLevel):

@@ -95,6 +95,7 @@ class Cursors:
         self._tables: dict[tuple[Tree, int], tuple[Tensor, Tensor]] = {}
         # Ends of rows when slots were last asked for, and the slots returned for each width and first node of a pass.
         self._asked: tuple[list[int], dict[tuple[int, int], Tensor]] = ([], {})
+        self._counted = torch.empty(0, dtype=torch.long, device=device)
 
     @property
     def capacity(self) -> int:
@@ -147,14 +148,19 @@ class Cursors:
         # Every layer asks, and the answer changes only between rounds.
         known = self._asked[1]
         if (width, first) not in known:
-            known[width, first] = self._numbers(width, first + 1)
+            starts = [length + first + 1 for length in self.seq_lens]
+            known[width, first] = (
+                self.numbers(starts[0], starts[0] + width)[None]
+                if self.uniform
+                else to_device(torch.tensor(starts)[:, None] + torch.arange(width), self.device)
+            )
         return known[width, first]
 
-    def _numbers(self, width: int, ahead: int) -> Tensor:
-        if self.uniform:
-            start = self.seq_lens[0] + ahead
-            return torch.arange(start, start + width, device=self.device)[None]
-        return to_device(self.seq_lens, self.device)[:, None] + ahead + torch.arange(width, device=self.device)
+    def numbers(self, start: int, end: int) -> Tensor:
+        """Return the numbers from `start` to before `end`, a view of a table that every pass shares."""
+        if end > self._counted.shape[0]:
+            self._counted = torch.arange(max(end, self.capacity), device=self.device)
+        return self._counted[start:end]
 
     @property
     def shifted_alike(self) -> bool:
@@ -167,7 +173,8 @@ class Cursors:
         Scrap past the limit gets the last position: a table of learned positions has no more.
         """
         slots, block = self.slots(width, first), self.block(width, first)
-        return (slots if block is None else block.positions(slots)).clamp(max=self.limit - 1)
+        positions = slots if block is None else block.positions(slots)
+        return positions if max(self.seq_lens) + first + width < self.limit else positions.clamp(max=self.limit - 1)
 
     def position_ids(self, width: int, first: int = -1) -> Tensor:
         """Return the position ids that the model takes for a pass, `[batch or 1, width]`."""
@@ -195,4 +202,4 @@ class Cursors:
     def right_aligned(self, width: int, first: int) -> Tensor:
         """Return the slot at each place once rows are aligned on the right, `[batch, visible]`; negative: padding."""
         last, visible = self.slots(width, first)[:, -1:], self.visible(width, first)
-        return last + 1 - visible + torch.arange(visible, device=self.device)
+        return last + 1 - visible + self.numbers(0, visible)

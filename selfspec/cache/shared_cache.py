@@ -372,7 +372,7 @@ class SharedCache(Cache):
         return Slots(
             slots,
             self.cursors.position_ids(width, first),
-            torch.arange(self.cursors.visible(width, first), device=self.cursors.device),
+            self.cursors.numbers(0, self.cursors.visible(width, first)),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
             self.attended(view),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,16 +12,16 @@ from torch import Tensor
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.control import Controller
-from selfspec.decode.group import BatchSampling, Group, proper
+from selfspec.decode.group import BatchSampling, Group, JudgedScores, proper
 from selfspec.decode.noise import Noise, Purpose
-from selfspec.device import to_device
+from selfspec.device import on_host, to_device
 from selfspec.draft import Drafter, Proposer
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.prediction import Prediction
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.model.gated_view import Point
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.request import Draws
+from selfspec.runtime.request import Draws, Races
 from selfspec.runtime.runner import ModelRunner
 
 
@@ -164,12 +165,14 @@ class Batch:
         decided = self.sampling.decide(q, self.cache.cursors.positions(1, node) + 1, self.noise)
         return DrawnToken(self.sampling.draw(decided, self.noise, Purpose.DRAFT, place), q)
 
-    def draws(self, steps: int) -> Draws | None:
-        choice = self.sampling.choice()
-        if choice is None or self.last_tokens.device.type != "cpu":
+    def draws(self, steps: int) -> Draws | Races | None:
+        alike, vocabulary = self.sampling.alike(), self.runner.vocabulary
+        if alike is None:
             return None
-        numbers = self.noise.numbers(Purpose.DRAFT, 0, steps, self.runner.vocabulary)
-        return Draws(choice, torch.stack(numbers), self.runner.vocabulary)
+        if not on_host(self.last_tokens.device):
+            race = None if alike.greedy else partial(self.noise.race, Purpose.DRAFT)
+            return Races(alike.choice, alike.drawn, race, steps, vocabulary)
+        return Draws(alike.choice, torch.stack(self.noise.lots(Purpose.DRAFT, 0, steps, vocabulary)), vocabulary)
 
     def begin(self, drafter: Drafter) -> Proposer:
         """Begin drafting by a drafter, before the rows' first pass, and return its proposer."""
@@ -184,11 +187,18 @@ class Batch:
         found = [g.stopping.shortened(g.sequences, part) for g, part in zip(self.groups, parts, strict=True)]
         return [run for part in found for run in part]
 
-    def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Record scores and logits, `[running, places, vocab]`, and return where rows end; see `Group.ends`."""
-        sizes = [len(group.running) for group in self.groups]
-        found = map(Group.ends, self.groups, self._by_group(runs), scores.split(sizes), logits.split(sizes))
-        return [end for part in found for end in part]
+    @property
+    def keeps_scores(self) -> bool:
+        """True if scores or logits of committed tokens are recorded."""
+        return any(group.records.wanted for group in self.groups)
+
+    def ends(self, runs: Sequence[Sequence[int]], judged: JudgedScores | None) -> list[int | None]:
+        """Record scores and logits, None where nothing is recorded, and return where rows end; see `Group.ends`."""
+        sizes, parts = [len(group.running) for group in self.groups], self._by_group(runs)
+        each: Sequence[JudgedScores | None] = [None] * len(parts)
+        if judged is not None:
+            each = list(map(JudgedScores, judged.scores.split(sizes), judged.logits.split(sizes)))
+        return [end for part in map(Group.ends, self.groups, parts, each) for end in part]
 
     def _by_group(self, runs: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
         left = iter(runs)

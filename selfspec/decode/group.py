@@ -12,16 +12,23 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from transformers.generation import InfNanRemoveLogitsProcessor
+from transformers.generation import InfNanRemoveLogitsProcessor, LogitsProcessorList
 
-from selfspec.decode.noise import Noise, Purpose
+from selfspec.decode.noise import Noise, Purpose, drawn
 from selfspec.decode.output import ScoreRecords
-from selfspec.decode.processors import Processing, SequentialProcessing, Suppression, Warping, choice_of
+from selfspec.decode.processors import (
+    Processing,
+    SequentialProcessing,
+    Suppression,
+    SuppressionAt,
+    Warping,
+    choice_of,
+)
 from selfspec.decode.stopping import Prefixes, Sequences, Stopping
 from selfspec.device import to_device
 from selfspec.draft.draft import Draft
 from selfspec.draft.prediction import Prediction
-from selfspec.runtime.request import Choice
+from selfspec.runtime.request import Choice, Drawn
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,14 @@ class Sampling:
     def reads_prefixes(self) -> bool:
         """True if some processor reads more than the scores of a place."""
         return not isinstance(self.processing, Warping)
+
+
+@dataclass(frozen=True)
+class JudgedScores:
+    """Holds the target's scores and logits at places that were judged, `[running, places, vocab]`."""
+
+    scores: Tensor
+    logits: Tensor
 
 
 @dataclass(eq=False)
@@ -114,11 +129,13 @@ class Group:
         """Return the most tokens that a row may still commit."""
         return self.stopping.max_new_tokens - len(self.committed[row])
 
-    def ends(self, runs: Sequence[Sequence[int]], scores: Tensor, logits: Tensor) -> list[int | None]:
-        """Record scores and logits, `[running, places, vocab]`; return how many new tokens each ending row keeps."""
+    def ends(self, runs: Sequence[Sequence[int]], judged: JudgedScores | None) -> list[int | None]:
+        """Record what is asked for, of running rows; return how many new tokens each ending row keeps."""
         starts, counts = [len(tokens) for tokens in self.committed], [len(run) for run in runs]
         try:
-            kept = self.records.keep(scores, logits, self.running, starts, counts)
+            kept = None
+            if judged is not None:
+                kept = self.records.keep(judged.scores, judged.logits, self.running, starts, counts)
             return self.stopping.judged(self.sequences, runs, kept)
         except Exception as error:
             if not self.isolated:
@@ -147,14 +164,23 @@ class BatchSampling:
         self._greedy = self._rows_of(lambda group: group.sampling.greedy)
         self._choosing = self._rows_of(lambda group: group.sampling.decided and not group.sampling.greedy)
         self._drawn = self._rows_of(lambda group: not group.sampling.decided)
+        self._alike: AlikeSampling | None = None
         self._together: dict[Hashable, list[int]] = {}
         for index, group in enumerate(groups):
             self._together.setdefault(index if group.sampling.reads_prefixes else (group.kind,), []).append(index)
 
-    def choice(self) -> Choice | None:
+    def alike(self) -> AlikeSampling | None:
         """Return how all rows choose tokens if the last logits suffice; None: they do not, or rows differ."""
         choices = {each.sampling.choice(each.sequences.shortest) for each in self._groups}
-        return choices.pop() if len(choices) == 1 else None
+        choice = choices.pop() if len(choices) == 1 else None
+        if choice is None:
+            return None
+        if self._alike is None or self._alike.choice != choice:
+            processors = self._groups[0].sampling.processing.processors
+            # A choice is of places behind those at which tokens are suppressed.
+            kept = (each for each in processors if not isinstance(each, SuppressionAt))
+            self._alike = AlikeSampling(choice, Warping(LogitsProcessorList(kept)))
+        return self._alike
 
     def _rows_of(self, which: Callable[[Group], bool]) -> list[int]:
         return [row for group, rows in zip(self._groups, self._rows, strict=True) if which(group) for row in rows]
@@ -231,12 +257,57 @@ class BatchSampling:
 
     def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
         """Return a token of each distribution, `[rows, places]`: decided, or drawn as in `Noise.draw`."""
-        return weights.argmax(-1) if self.decided else noise.draw(weights, purpose, first)
+        return chosen(weights, self.lots(noise, purpose, first, *weights.shape[1:]))
+
+    def lots(self, noise: Noise, purpose: Purpose, first: int, count: int, vocabulary: int) -> tuple[Tensor, ...]:
+        """Return the numbers by which `chosen` draws the tokens of some places; none where tokens are decided."""
+        return () if self.decided else noise.lots(purpose, first, count, vocabulary)
 
     @property
     def _broken(self) -> list[int]:
         """Rows whose processors raised in this round."""
         return self._rows_of(lambda group: group.error is not None)
+
+
+@dataclass(frozen=True)
+class AlikeSampling:
+    """Does for rows that choose tokens alike, by logits alone, what `BatchSampling` does: functions of tensors alone.
+
+    Samplings of equal choices are equal, so that what was captured for one serves the others.
+    """
+
+    choice: Choice
+    warping: Warping = field(compare=False)
+
+    @property
+    def greedy(self) -> bool:
+        return not self.choice.temperature
+
+    @property
+    def decided(self) -> bool:
+        return self.greedy
+
+    def scores(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        return self.warping.scores(logits)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return _one_hot(scores, scores.argmax(-1)) if self.greedy else scores.softmax(-1)
+
+    def legible(self, logits: Tensor) -> Tensor:
+        return logits.amax(-1).isfinite()
+
+    def judged(self, draft: Draft) -> Draft:
+        return replace(draft, probs=None) if self.greedy else draft
+
+    def drawn(self, logits: Tensor, lots: Sequence[Tensor]) -> Drawn:
+        """Take a draft step's token from its logits, `[rows, 1, vocab]`."""
+        scores = self.scores(logits)
+        p = scores.softmax(-1)
+        confidences = p[:, 0].amax(-1).nan_to_num(0.0)
+        if self.greedy:
+            return Drawn(scores.argmax(-1), None, confidences)
+        q = proper(p)
+        return Drawn(drawn(q, lots), q, confidences)
 
 
 def _processed(
@@ -250,6 +321,11 @@ def _processed(
         if not group.isolated:
             raise
         return failed(group, error, logits)
+
+
+def chosen(weights: Tensor, lots: Sequence[Tensor]) -> Tensor:
+    """Return a token of each distribution, `[rows, places]`: drawn by lots, or the largest where there are none."""
+    return drawn(weights, lots) if lots else weights.argmax(-1)
 
 
 def _one_hot(like: Tensor, tokens: Tensor) -> Tensor:

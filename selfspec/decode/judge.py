@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from selfspec.accept.rule import Judging, Rule, declaration_of
-from selfspec.accept.tree_paths import tree_tables
+from selfspec.accept import Rule
+from selfspec.accept.tree_paths import TreeTables, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.decode.batch import Batch
+from selfspec.decode.group import AlikeSampling, BatchSampling, JudgedScores, chosen
 from selfspec.decode.noise import Purpose
 from selfspec.decode.processors import SequentialProcessing, called
 from selfspec.device import to_device
 from selfspec.draft import Draft
 from selfspec.draft.draft import RowVerdict, Verdict
 from selfspec.errors import UnsupportedOptionError
-from selfspec.kernels.trial import runs_triton
 
 
 def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
@@ -48,71 +47,137 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
 
 
 @dataclass(frozen=True)
-class _Accepted:
-    """The accepted part of a draft and the target's own token after it."""
+class _Lots:
+    """Holds the numbers that one judgement draws by."""
+
+    accept: Tensor | None  # uniform, `[rows, nodes]`; None: all chances are 0 and 1
+    recover: tuple[Tensor, ...]  # of the token after the accepted nodes, see `group.chosen`
+
+    @classmethod
+    def of(cls, batch: Batch, rule: Rule, nodes: int, first: int = 0) -> _Lots:
+        """Take those of some nodes, of which the first has the number `first` in the whole draft."""
+        # A lossless rule draws nothing where each place has one possible token.
+        draws = nodes and not (batch.sampling.decided and rule.lossless)
+        accept = batch.noise.uniform(Purpose.ACCEPT, first, nodes) if draws else None
+        # A row commits one such token per round, so all of them use the noise of one place.
+        return cls(accept, batch.sampling.lots(batch.noise, Purpose.RECOVER, 0, 1, batch.runner.vocabulary))
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """Judges drafts that are alike, of rows that choose tokens alike: a function of tensors alone; see `_accepted`."""
+
+    sampling: AlikeSampling
+    rule: Rule
+    tree: Tree
+    has: tuple[bool, ...]  # which of the draft's probs, `judged` and `_Lots.accept` are given
+    held: list[TreeTables] = field(default_factory=list, compare=False)
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        logits, last, tokens, *rest = tensors
+        # A capture knows these tables by their address.
+        self.held[:] = [tree_tables(self.tree, logits.device)]
+        given = iter(rest)
+        probs, judged, accept = (next(given) if each else None for each in self.has)
+        draft, lots = Draft(tokens, self.tree, probs), _Lots(accept, tuple(given))
+        return (_judged(self.sampling, lambda p: p, self.rule, draft, logits, lots, judged).columns(last, draft),)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What a judgement found, for each row."""
 
     place: Tensor  # of the deepest accepted node, `[rows]`
-    count: Tensor  # accepted draft tokens, `[rows]`; in a chain equal to `place`
     token: Tensor  # from the residual, or the bonus token, `[rows]`; arbitrary where it is not finite
     finite: Tensor  # True if the target's logits there were finite, `[rows]`
-    overlap: Tensor
-    block: Tensor  # last committed token and draft tokens, `[rows, places]`; of a tree the accepted path alone
-    logits: Tensor  # the target's own at these places, `[rows, places, vocab]`
-    scores: Tensor  # the logits after processors and warpers
+    overlap: Tensor  # see `Effective`
+    scores: Tensor  # the logits after processors and warpers, `[rows, nodes + 1, vocab]`
 
-    def along_path(self, tree: Tree) -> _Accepted:
-        """Return the same with the accepted path as a chain."""
-        tables = tree_tables(tree, self.place.device)
-        path = tables.paths[self.place]
-        places = path[..., None]
-        return replace(
-            self,
-            count=tables.depths[self.place],
-            block=self.block.gather(1, path),
-            logits=torch.take_along_dim(self.logits, places, 1),
-            scores=torch.take_along_dim(self.scores, places, 1),
-        )
+    def columns(self, last: Tensor, draft: Draft) -> Tensor:
+        """Return all that the host asks for: doubles hold every token id exactly."""
+        own = torch.stack([self.token, self.place, self.finite, last[:, 0]], 1)
+        return torch.cat([own.double(), draft.tokens.double(), self.overlap.double()], 1) if len(draft.tree) else own
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    """The accepted part of a draft and the target's own token after it, as `_Judged.columns`, and what is recorded."""
+
+    columns: Tensor
+    scores: JudgedScores | None = None
 
 
 def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
     """Accept draft tokens at all places at once and draw the token after them, without waiting for the device."""
-    scores = _scores(batch, draft, logits)
+    judged, lots = within(draft, batch.row_lengths(draft)), _Lots.of(batch, rule, draft.length and len(draft.tree))
+    alike = batch.sampling.alike()
+    # A rule of another package may act differently each time.
+    if alike is not None and not batch.keeps_scores and type(rule).__module__.startswith("selfspec."):
+        some = (draft.probs, judged, lots.accept)
+        same = _Judgement(alike, rule, draft.tree, tuple(each is not None for each in some))
+        given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *lots.recover)
+        (columns,) = batch.runner.repeat(same, given)
+        return _Accepted(columns)
+    sampling, positions = batch.sampling, batch.cache.cursors.positions(logits.shape[1]) + 1
+
+    def decide(p: Tensor) -> Tensor:
+        return sampling.decide(p, positions, batch.noise)
+
+    found = _judged(sampling, decide, rule, draft, logits, lots, judged)
+    columns = found.columns(batch.last_tokens, draft)
+    if not batch.keeps_scores:
+        return _Accepted(columns)
+    path = tree_tables(draft.tree, logits.device).paths[found.place][..., None]
+    return _Accepted(columns, JudgedScores(*(torch.take_along_dim(each, path, 1) for each in (found.scores, logits))))
+
+
+def _judged(
+    sampling: BatchSampling | AlikeSampling,
+    decide: Callable[[Tensor], Tensor],
+    rule: Rule,
+    draft: Draft,
+    logits: Tensor,
+    lots: _Lots,
+    judged: Tensor | None,
+) -> _Judged:
+    """Judge a draft by the target's own logits; `decide` and `judged` are as in `effective` and `accept`."""
+    scores = _scores(sampling, draft, logits)
     if not draft.length:
-        return _next(batch, logits, scores)
-    p = batch.sampling.probabilities(scores)
+        return _next(sampling, decide, logits, scores, lots)
+    p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
-    seen = effective(batch, draft, p, finite, batch.cache.cursors.positions(p.shape[1]) + 1)
-    judged = within(draft, batch.row_lengths(draft))
+    seen = effective(sampling, decide, draft, p, finite)
     if judged is not None:
         seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
-    place, token = _accepting(rule, seen)(batch, seen, logits, rule, judged)
-    block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    finite = finite.gather(1, place[:, None])[:, 0]
-    accepted = _Accepted(place, place, token, finite, seen.overlap, block, logits, scores)
-    return accepted if draft.tree.is_chain else accepted.along_path(draft.tree)
+    place, token = accept(seen, logits, rule, lots, judged)
+    return _Judged(place, token, finite.gather(1, place[:, None])[:, 0], seen.overlap, scores)
 
 
-def _next(batch: Batch, logits: Tensor, scores: Tensor) -> _Accepted:
+def _next(
+    sampling: BatchSampling | AlikeSampling,
+    decide: Callable[[Tensor], Tensor],
+    logits: Tensor,
+    scores: Tensor,
+    lots: _Lots,
+) -> _Judged:
     """Draw the next token of a round without a draft, in which the rule has nothing to judge."""
-    sampling, finite = batch.sampling, batch.sampling.legible(logits)
+    finite = sampling.legible(logits)
     if sampling.greedy:
         token = scores.argmax(-1)
     else:
         p = sampling.probabilities(scores)
         finite = finite & p.sum(-1).isfinite()
-        decided = sampling.decide(p, batch.cache.cursors.positions(1) + 1, batch.noise)
-        token = sampling.draw(decided, batch.noise, Purpose.RECOVER)
+        token = chosen(decide(p), lots.recover)
     none = torch.zeros_like(token[:, 0])
-    overlap = scores.new_empty(len(scores), 0)
-    return _Accepted(none, none, token[:, 0], finite[:, 0], overlap, batch.last_tokens, logits, scores)
+    return _Judged(none, token[:, 0], finite[:, 0], scores.new_empty(len(scores), 0), scores)
 
 
-def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
+def _scores(sampling: BatchSampling | AlikeSampling, draft: Draft, logits: Tensor) -> Tensor:
     """Return the logits after processors and warpers, each place with the prefix of its path."""
-    sampling, tree = batch.sampling, draft.tree
-    if tree.is_chain or not sampling.reads_prefixes:
+    tree = draft.tree
+    if tree.is_chain or isinstance(sampling, AlikeSampling) or not sampling.reads_prefixes:
         return sampling.scores(logits, [draft.tokens])
     scores = torch.empty_like(logits, dtype=torch.float32)
     for node, path in enumerate(tree.paths):
@@ -124,11 +189,12 @@ def _scores(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
 
 def _settled(batch: Batch, draft: Draft, accepted: _Accepted) -> Verdict:
     """Wait for what was accepted, the round's only synchronisation, and find where rows end or are cut."""
-    judged = _on_host(batch, draft, accepted)
+    columns = accepted.columns.tolist()
+    judged = _on_host(batch, draft, columns)
     limit = lockstep_limit(batch, draft, [row.tokens for row in judged.values()])
     runs = batch.shortened([judged[row].tokens if row in judged else [] for row in range(batch.size)])
     cut = [run[:limit] for run in runs]
-    ends = batch.ends(cut, accepted.scores, accepted.logits)
+    ends = batch.ends(cut, accepted.scores)
     rows = {
         row: replace(
             found,
@@ -139,24 +205,20 @@ def _settled(batch: Batch, draft: Draft, accepted: _Accepted) -> Verdict:
         )
         for row, found in judged.items()
     }
-    # A row without finite logits or a row that was cut has no token of the target's own.
-    own = accepted.finite & (accepted.count < limit)
-    last = accepted.block.gather(1, accepted.count.clamp(max=limit)[:, None]) if draft.length else accepted.block
-    return Verdict(tuple(batch.running), rows, torch.where(own[:, None], accepted.token[:, None], last))
+    # A row that committed nothing goes on from the token before. To make these here takes one copy, and no launches.
+    each = zip(batch.running, columns, strict=True)
+    last = [(cut[row] or [int(before)])[-1] for row, (_, _, _, before, *_) in each]
+    return Verdict(tuple(batch.running), rows, to_device(last, batch.last_tokens.device)[:, None])
 
 
-def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, RowVerdict]:
+def _on_host(batch: Batch, draft: Draft, columns: list[list[float]]) -> dict[int, RowVerdict]:
     """Return the verdict on each unfinished row: the accepted tokens and the target's token after them."""
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
-    columns = torch.stack([accepted.token, accepted.place, accepted.finite], 1)
-    if nodes:
-        # Transfer everything at once: doubles hold every token id exactly.
-        columns = torch.cat([columns.double(), draft.tokens.double(), accepted.overlap.double()], 1)
     judged = {}
-    for row, length, numbers in zip(batch.running, batch.row_lengths(draft), columns.tolist(), strict=True):
+    for row, length, numbers in zip(batch.running, batch.row_lengths(draft), columns, strict=True):
         if row not in batch.unfinished:
             continue
-        token, place, finite, *drafted = (int(number) for number in numbers[: 3 + nodes])
+        token, place, finite, _, *drafted = (int(number) for number in numbers[: 4 + nodes])
         path = paths[place]
         judged[row] = RowVerdict(
             drafted=drafted,
@@ -166,7 +228,7 @@ def _on_host(batch: Batch, draft: Draft, accepted: _Accepted) -> dict[int, RowVe
             dropped=0,
             ended=False,
             finite=bool(finite),
-            overlap=numbers[3 + nodes :],
+            overlap=numbers[4 + nodes :],
         )
     return judged
 
@@ -180,14 +242,15 @@ class Effective:
     overlap: Tensor  # 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; else `[rows, 0]`
 
 
-def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: Tensor) -> Effective:
-    """Return the distributions that tokens are actually chosen from, at `positions` of the text.
+def effective(
+    sampling: BatchSampling | AlikeSampling, decide: Callable[[Tensor], Tensor], draft: Draft, p: Tensor, finite: Tensor
+) -> Effective:
+    """Return the distributions that tokens are actually chosen from; `decide` is `BatchSampling.decide` of p.
 
     Where shared noise or greedy decoding decides tokens, the rule judges one-hot distributions: q at the draft's
     tokens, p at the target's choice. A coupled draft's real q is exact too, but rejects tokens on which both agree.
     """
-    sampling = batch.sampling
-    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0)
+    decided = torch.where(finite[..., None], decide(p), 0.0)
     overlap = p.new_empty(len(p), 0)
     if sampling.decided and draft.probs is not None and draft.tree.is_chain:
         # The best acceptance rate of any rule.
@@ -196,20 +259,16 @@ def effective(batch: Batch, draft: Draft, p: Tensor, finite: Tensor, positions: 
 
 
 def accept(
-    batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
+    seen: Effective, logits: Tensor, rule: Rule, lots: _Lots, judged: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Accept draft tokens by a rule's chances and draw the token after them; return the deepest place, and the token.
 
     Both are `[rows]`; place 0 means that none is accepted. `judged`, `[rows, nodes]`, marks the nodes to judge; None:
-    all. `first` is the number of the first node in the whole draft.
+    all.
     """
     if len(seen.draft.tree):
         chances = rule.accept_probs(seen.draft, seen.p, logits)
-        if batch.sampling.decided and rule.lossless:
-            # Nothing is drawn: the chances of a lossless rule are 0 and 1.
-            mask = chances > 0.5
-        else:
-            mask = batch.noise.uniform(Purpose.ACCEPT, first, chances.shape[1]) < chances
+        mask = chances > 0.5 if lots.accept is None else lots.accept < chances
         if judged is not None:
             mask &= judged
         place = rule.accepted(mask, seen.draft.tree)
@@ -217,39 +276,7 @@ def accept(
     else:
         # Plain decoding: there is nothing to judge, and the token is drawn from p.
         place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
-    # A row commits one such token per round, so all of them use the noise of one place.
-    return place, batch.sampling.draw(recovery_probs[:, None], batch.noise, Purpose.RECOVER)[:, 0]
-
-
-def _accept_by_triton(
-    by: Judging, batch: Batch, seen: Effective, logits: Tensor, rule: Rule, judged: Tensor | None = None, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Do what `accept` does for a rule that kernels know, in one to three launches."""
-    from selfspec.kernels.triton_judge import tried_verdict
-
-    draft, uniform, noise = seen.draft, None, None
-    if not batch.sampling.decided:
-        uniform = batch.noise.uniform(Purpose.ACCEPT, first, draft.length)
-        noise = batch.noise.race(seen.p[:, :1], Purpose.RECOVER)[:, 0]
-
-    def stock() -> Tensor:
-        return torch.stack(accept(batch, seen, logits, rule, judged, first), 1)
-
-    given, tree = (seen.p, draft.probs, draft.tokens, uniform, judged, noise), None
-    if not draft.tree.is_chain:
-        tables = tree_tables(draft.tree, seen.p.device)
-        tree = tables.children, tables.by_turn
-    place, token = tried_verdict(given, by, stock, tree).unbind(1)
-    return place, token
-
-
-def _accepting(rule: Rule, seen: Effective) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that accepts a draft: `accept`, or the same in few launches."""
-    if not runs_triton(seen.p.device) or not len(seen.draft.tree):
-        return accept
-    declared = declaration_of(type(rule))
-    by = None if declared is None else declared.by_kernel
-    return accept if by is None else partial(_accept_by_triton, by)
+    return place, chosen(recovery_probs[:, None], lots.recover)[:, 0]
 
 
 def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
@@ -365,7 +392,7 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
     verdicts = {number: replace(row, judged=min(len(row.path) + 1, len(row.drafted))) for number, row in rows.items()}
     runs, before = _runs(batch, rows), batch.last_tokens.flatten().tolist()
     last = [[[token, *runs[row]][-1]] for row, token in zip(batch.running, before, strict=True)]
-    return Verdict(tuple(batch.running), verdicts, torch.tensor(last, device=batch.last_tokens.device))
+    return Verdict(tuple(batch.running), verdicts, to_device(last, batch.last_tokens.device))
 
 
 def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rule: Rule, place: int) -> Tensor:
@@ -379,10 +406,12 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rul
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
     positions = batch.cache.cursors.positions(place + 1)[:, place:] + 1
-    seen = effective(batch, Draft.chain(token, probs), p, finite, positions)
-    places = token.shape[1] + 1
+    sampling, places = batch.sampling, token.shape[1] + 1
+    one = Draft.chain(token, probs)
+    seen = effective(sampling, lambda p: sampling.decide(p, positions, batch.noise), one, p, finite)
     seen = replace(seen, p=seen.p.expand(-1, places, -1))
-    accepted, own = _accepting(rule, seen)(batch, seen, logits[:, place : place + places], rule, first=place)
+    lots = _Lots.of(batch, rule, token.shape[1], place)
+    accepted, own = accept(seen, logits[:, place : place + places], rule, lots)
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     # Transfer everything at once: doubles hold every token id exactly.
     columns = torch.stack([chosen, accepted, finite[:, 0]], 1)

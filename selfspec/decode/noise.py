@@ -86,30 +86,30 @@ class Noise:
             self._numbers = self._ahead.pop().unbind()
         return self._numbers[purpose].narrow(1, first, count)
 
-    def numbers(self, purpose: Purpose, first: int, count: int, vocabulary: int) -> list[Tensor]:
-        """Return the numbers that draw tokens on a CPU, two per token if the vocabulary is large; see `uniform`."""
+    def lots(self, purpose: Purpose, first: int, count: int, vocabulary: int) -> tuple[Tensor, ...]:
+        """Return the numbers by which `drawn` draws the tokens of some places, without waiting for the device.
+
+        They are uniform, `[rows, count]`, on a CPU, two per token if the vocabulary is large, and exponential, `[rows,
+        count, vocab]`, on a device.
+        """
+        # On a CPU a logarithm of each entry takes longer than all passes over a small model's head; on a GPU cumulative
+        # sums would be the slow part, and not reproducible.
+        if not self._on_host:
+            return (self.race(purpose, first, torch.empty(len(self._keys), count, vocabulary, device=self._device)),)
         each = (purpose,) if vocabulary <= _LARGE else (purpose, purpose + len(Purpose))
-        return [self.uniform(number, first, count) for number in each]
+        return tuple(self.uniform(number, first, count) for number in each)
 
     def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
         """Draw one token from each distribution, `[rows, places]`, without waiting for the device.
 
         `weights`, `[rows, places, vocab]`, need not sum to 1; a token is arbitrary if all are 0 or one is not finite.
         """
-        count, vocab = weights.shape[1:]
-        # On a CPU a logarithm of each entry takes longer than all passes over a small model's head; on a GPU cumulative
-        # sums would be the slow part, and not reproducible.
-        if self._on_host:
-            drawn = drawn_by_inversion if vocab <= _LARGE else drawn_by_blocks
-            return drawn(weights, *self.numbers(purpose, first, count, vocab))
-        return drawn_by_race(weights, race_noise(weights, self._seeds(purpose, first, count)))
+        return drawn(weights, self.lots(purpose, first, *weights.shape[1:]))
 
-    def race(self, weights: Tensor, purpose: Purpose) -> Tensor:
-        """Return the exponentials that `draw` divides by on a device at the first place, `[rows, 1, vocab]`."""
-        return race_noise(weights, self._seeds(purpose, 0, 1))
-
-    def _seeds(self, purpose: Purpose, first: int, count: int) -> NDArray[np.int64]:
-        return self._bits(np.array(0), np.array(purpose), np.arange(first, first + count))
+    def race(self, purpose: Purpose, first: int, lots: Tensor) -> Tensor:
+        """Fill a tensor of a device with the lots of some places, `[rows, places, vocab]`, and return it."""
+        places = np.arange(first, first + lots.shape[1])
+        return race_noise(lots, self._bits(np.array(0), np.array(purpose), places))
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
         """Choose the token of each place of the text, `[rows, places]`, by noise that every round shares.
@@ -138,6 +138,13 @@ class Noise:
         return _mixed(self._keys[:, None] + _GOLDEN * counters)
 
 
+def drawn(weights: Tensor, lots: Sequence[Tensor]) -> Tensor:
+    """Draw a token from each distribution, `[rows, places]`, by what `Noise.lots` returns."""
+    if lots[0].dim() == weights.dim():
+        return drawn_by_race(weights, *lots)
+    return drawn_by_inversion(weights, *lots) if len(lots) == 1 else drawn_by_blocks(weights, *lots)
+
+
 def drawn_by_inversion(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw tokens, `[rows, places]`, by looking uniform float64 numbers up in cumulative sums of weights."""
     # As doubles, sums round a probability by less than the 2^-24 of a float32 p.
@@ -160,19 +167,18 @@ def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
     return torch.add(token, block, alpha=_BLOCK).clamp_(max=vocab - 1)
 
 
-def race_noise(like: Tensor, seeds: NDArray[np.int64]) -> Tensor:
-    """Make unit exponentials of the weights' shape, dtype and device, by seeds, `[rows, places]`."""
-    noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    generator = torch.Generator(like.device)  # on a GPU it hashes seed and counter
+def race_noise(noise: Tensor, seeds: NDArray[np.int64]) -> Tensor:
+    """Fill a tensor, `[rows, places, vocab]`, with unit exponentials by seeds, `[rows, places]`, and return it."""
+    generator = torch.Generator(noise.device)  # on a GPU it hashes seed and counter
     for place, seed in zip(noise.flatten(0, 1), seeds.flatten().tolist(), strict=True):
         place.exponential_(generator=generator.manual_seed(seed))
-    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
-    return noise.clamp_min_(torch.finfo(noise.dtype).tiny)
+    return noise
 
 
 def drawn_by_race(weights: Tensor, noise: Tensor) -> Tensor:
     """Draw tokens, `[rows, places]`: w_i / e_i, e_i unit exponentials, is largest at i in proportion to w_i."""
-    return (weights / noise).argmax(-1)
+    # exponential_ may return 0, and 0 / 0 would win the race as NaN.
+    return (weights / noise.clamp_min(torch.finfo(noise.dtype).tiny)).argmax(-1)
 
 
 def _mixed(bits: _Bits) -> _Bits:

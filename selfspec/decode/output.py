@@ -301,6 +301,11 @@ class ScoreRecords:
     scores: ScoreRecord | None = None
     logits: ScoreRecord | None = None
 
+    @property
+    def wanted(self) -> bool:
+        """True if there is a record to keep."""
+        return any(each is not None for each in vars(self).values())
+
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, ...] | None:

@@ -85,8 +85,10 @@ class Warping:
 
     processors: LogitsProcessorList
 
-    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+    def scores(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
         scores = logits.float()
+        if not self.processors:
+            return scores
         flat = scores.flatten(0, 1)
         no_prefix = torch.empty(flat.shape[0], 0, dtype=torch.long, device=flat.device)
         # Call them one by one: the list would inspect each signature again, which takes longer than the warper itself.

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.cache.view import WHOLE
+from selfspec.device import on_host
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
 from selfspec.draft.rows_view import RowsView
@@ -134,11 +135,11 @@ class LayerPathProposer(GrowingProposer):
             # Where rows are apart, each chooses its keys as it would alone.
             apart = [place for place, row in enumerate(rows.running) if row in wanted] if rows.rows_apart else None
             rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens, apart)
-        draws = rows.draws(tree.depth) if tree.is_chain and start is None else None
+        # On a CPU no chain leaves states.
+        chains = tree.is_chain and (start is None or not on_host(rows.last_tokens.device))
+        draws, chain = rows.draws(tree.depth) if chains else None, None
         if draws is not None:
             rows.open_block(tree)
             chain = rows.runner.chain(PassRequest(self._path, rows.last_tokens, head=self._head), draws)
-            if chain is not None:
-                return follow(rows, chain, tree.depth)
-        draft = grow(rows, tree, read)
+        draft = grow(rows, tree, read) if chain is None else follow(rows, chain, tree.depth, states)
         return draft if start is None else replace(draft, resume=Resume(start, ExactStates.concatenated(states)))

@@ -18,7 +18,7 @@ from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.prediction import Prediction
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.graph_cache import GraphCache
-from selfspec.runtime.request import Draws
+from selfspec.runtime.request import Draws, Races
 from selfspec.runtime.runner import ModelRunner
 
 _Made = TypeVar("_Made")
@@ -168,8 +168,8 @@ class RowsView(Protocol):
         `node` is the first of these nodes, -1 for the last committed token; `place` counts this draft's earlier draws.
         """
 
-    def draws(self, steps: int) -> Draws | None:
-        """Return the draws of a chain, if each takes the logits of its place alone, on a CPU; else None."""
+    def draws(self, steps: int) -> Draws | Races | None:
+        """Return the draws of a chain, if each takes the logits of its place alone; else None."""
 
     @property
     def runner(self) -> ModelRunner:

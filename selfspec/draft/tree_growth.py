@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -20,7 +21,7 @@ from selfspec.device import HostCopy, has_streams, to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Proposer
 from selfspec.draft.rows_view import RowsView, remembered
-from selfspec.model.gated_view import Features
+from selfspec.model.gated_view import ExactStates, Features
 from selfspec.runtime.request import Chain, PassResult
 from selfspec.runtime.runner import ModelRunner, runner_for
 
@@ -199,7 +200,7 @@ def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
             if drawn.q is not None:
                 probs.append(drawn.q)
         steps += 1
-        if steps < len(growth.levels) and not rows.controller.goes_on(Confidences(scores)):
+        if steps < len(growth.levels) and not rows.controller.goes_on(Confidences.of(scores)):
             tree = upper_levels(tree, steps)
             growth = growth_of(tree, rows.last_tokens.device)
             break
@@ -207,13 +208,20 @@ def grow(rows: RowsView, tree: Tree, read: Read) -> Draft:
     return Draft(_picked([torch.cat(tokens, 1)], growth.draws), tree, drawn_from, steps=steps)
 
 
-def follow(rows: RowsView, chain: Chain, most: int) -> Draft:
-    """Draft along a chain of at most `most` steps, until the controller ends the draft."""
+def follow(rows: RowsView, chain: Chain, most: int, states: list[ExactStates]) -> Draft:
+    """Draft along a chain of at most `most` steps, until the controller ends the draft; add what they left."""
     tokens: list[Tensor] = []
-    for step in chain.steps:
-        tokens.append(step.token)
-        if len(tokens) == most or not rows.controller.goes_on(partial(list, step.confidences)):
-            break
+    with closing(chain.steps) as steps:
+        for step in steps:
+            tokens.append(step.token)
+            if step.states is not None:
+                states.append(step.states)
+            known = step.confidences
+            confidences: Callable[[], list[float]] = (
+                Confidences(known) if isinstance(known, Tensor) else partial(list, known)
+            )
+            if len(tokens) == most or not rows.controller.goes_on(confidences):
+                break
     probs = None if chain.probs is None else chain.probs[:, : len(tokens)]
     return Draft.chain(torch.cat(tokens, 1), probs, steps=len(tokens))
 
@@ -294,16 +302,23 @@ class Confidences:
     Calling it waits for the device, unless `start` was called and the host has waited since.
     """
 
-    def __init__(self, scores: Tensor) -> None:
-        self.waits = has_streams(scores.device)
-        self._scores = scores
+    def __init__(self, largest: Tensor) -> None:
+        self.waits = has_streams(largest.device)
+        self._values: Callable[[], Tensor] = lambda: largest
         self._copy: HostCopy | None = None
+
+    @classmethod
+    def of(cls, scores: Tensor) -> Confidences:
+        """Return those of scores, `[rows, places, vocab]`, which are looked at only if they are asked for."""
+        found = cls(scores)
+        found._values = lambda: scores[:, 0].softmax(-1).amax(-1).nan_to_num(0.0)
+        return found
 
     def start(self) -> HostCopy:
         """Ask for them now, behind what the device has to do."""
         if self._copy is None:
-            self._copy = HostCopy(self._scores[:, 0].softmax(-1).amax(-1).nan_to_num(0.0))
-            del self._scores
+            self._copy = HostCopy(self._values())
+            del self._values
         return self._copy
 
     def __call__(self) -> list[float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,14 @@ from selfspec.cache.cursors import BUCKET, MOST_GRAPHS, WIDEST_ROUND
 from selfspec.device import backend, has_graphs, on_host
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels.trial import runs_triton
+from selfspec.model.gated_view import ExactStates
 from selfspec.process import ProcessLock
 from selfspec.runtime.few_rows import for_noting
 from selfspec.runtime.model_state import run_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
+from selfspec.runtime.request import Chain, ChainStep, Choice, Draws, Races
 from selfspec.runtime.runtime import (
+    LATER,
     RECORDING,
     TRIALS,
     Function,
@@ -90,12 +95,26 @@ class CudaGraphs(Runtime):
         expected = run_watched(lambda: function(tensors))
         if isinstance(function, PassFunction) and runs_triton(device) and _is_joined(function):
             function = _fused(function, tensors, expected)
-        if device not in self._recorders:
-            self._recorders[device] = self.recorder(device)
-        return _Graphs(function, len(example.slots.memory), self._recorders[device])
+        return _Graphs(function, len(example.slots.memory), self._recorder(device))
+
+    def repeated(self, function: Function, device: torch.device) -> Function:
+        return _Graphs(function, 0, self._recorder(device), self._recorder(device).places)
+
+    def chain(self, program: Function, first: PassTensors, draws: Draws | Races) -> Chain | None:
+        # What steps copy from the host, and what they see of a cache for drafts, changes from step to step.
+        moves = first.slots.attended.places or any(on_host(each.device) for each in first.slots.memory)
+        if isinstance(draws, Draws) or moves:
+            return None
+        assert isinstance(program, _Graphs)
+        return program.chain(first, draws)
 
     def of_one_model(self) -> CudaGraphs:
         return replace(self)
+
+    def _recorder(self, device: torch.device) -> Recorder:
+        if device not in self._recorders:
+            self._recorders[device] = self.recorder(device)
+        return self._recorders[device]
 
     def recorder(self, device: torch.device) -> Recorder:
         """Make a recorder of launches on a device."""
@@ -136,6 +155,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = device, backend(device)
         self._lock = ProcessLock()
+        self.places = SharedPlaces()
         with self._backend.device(device):
             self._pool = self._backend.graph_pool_handle()
             self._stream = self._backend.Stream()
@@ -185,35 +205,121 @@ class Recording:
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor, ...] = ()
 
-    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def read(self, tensors: tuple[Tensor, ...]) -> None:
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
+
+    def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.read(tensors)
         self.replay()
         # The next replay writes to the same memory.
         return tuple(output.clone() for output in self.outputs)
 
 
+class SharedPlaces:
+    """Lets graphs that run one after the other have their inputs in the same memory."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def of(self, number: int, tensor: Tensor) -> Tensor:
+        """Return a copy of the input of some number."""
+        key, size = (number, tensor.dtype), tensor.numel()
+        if key not in self._places or self._places[key].numel() < size:
+            # Powers of two, so that inputs that grow by a token each leave few places behind.
+            self._places[key] = tensor.new_empty(1 << (size - 1).bit_length() if size else 0)
+        return self._places[key][:size].view(tensor.shape).copy_(tensor)
+
+
+def _stepping(function: Function, races: Races) -> Function:
+    """Return a draft step over its inputs and memory, which overwrites the inputs by those of the next step."""
+    draw, is_drawn = races.drawn, races.race is not None
+
+    def step(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        lots, tokens, slots, positions, *rest = tensors
+        logits, *states = function((tokens, slots, positions, *rest))
+        drawn = draw(logits, (lots,) if is_drawn else ())
+        tokens.copy_(drawn.token)
+        slots.add_(1)
+        positions.add_(1)
+        return (*(() if drawn.q is None else (drawn.q,)), drawn.token, drawn.confidences, *states)
+
+    return step
+
+
 class _Graphs:
     """Holds the graphs of one kind of pass; it is called like the pass, whose last `held` tensors stay in place."""
 
-    def __init__(self, function: Function, held: int, recorder: Recorder) -> None:
+    def __init__(self, function: Function, held: int, recorder: Recorder, places: SharedPlaces | None = None) -> None:
         self._function = function
+        self._places = places
         self._held = held
         self._recorder = recorder
         self._graphs: dict[object, Recording] = {}
         self._lock = ProcessLock()
+        # By how tokens are chosen; where that failed, the number of chains after which it is tried again.
+        self._chains: dict[Choice, _Graphs | float] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with self._lock, self._recorder.turn():
+            return self._graph(tensors).run(tensors[: len(tensors) - self._held])
+
+    def _graph(self, tensors: tuple[Tensor, ...]) -> Recording:
         inputs, memory = tensors[: len(tensors) - self._held], tensors[len(tensors) - self._held :]
         # Other addresses, shapes or numbers of slots need another graph.
         key = (*(tensor.shape for tensor in inputs), *((tensor.data_ptr(), tensor.shape) for tensor in memory))
-        with self._lock, self._recorder.turn():
-            graph = self._graphs.pop(key, None) or self._recorded(inputs, memory)
-            self._graphs[key] = graph
-            if len(self._graphs) > MOST_GRAPHS:
-                # Drop the least recently used.
-                del self._graphs[next(iter(self._graphs))]
-            return graph.run(inputs)
+        graph = self._graphs.pop(key, None) or self._recorded(inputs, memory)
+        self._graphs[key] = graph
+        if len(self._graphs) > MOST_GRAPHS:
+            # Drop the least recently used.
+            del self._graphs[next(iter(self._graphs))]
+        return graph
+
+    def chain(self, first: PassTensors, races: Races) -> Chain | None:
+        """Take draft steps by graphs of a pass and the draw after it, which leaves what the next step reads."""
+        steps, rows = self._chains.pop(races.choice, 0), first.tokens.shape[0]
+        if not isinstance(steps, _Graphs):
+            if steps > 0:
+                self._chains[races.choice] = steps - 1
+                return None
+            steps = _Graphs(_stepping(self._function, races), self._held, self._recorder)
+        self._chains[races.choice] = steps
+        if len(self._chains) > MOST_GRAPHS:
+            del self._chains[next(iter(self._chains))]
+        device, vocabulary = first.tokens.device, 0 if races.race is None else races.vocabulary
+        tensors = (torch.empty(rows, 1, vocabulary, device=device), *first.flat())
+        if races.race is not None:
+            races.race(0, tensors[0])
+        try:
+            with steps._lock, self._recorder.turn():
+                graph = steps._graph(tensors)
+        except (RuntimeError, OtherSizesError) as error:
+            self._chains[races.choice] = LATER if isinstance(error, torch.OutOfMemoryError) else math.inf
+            _LOG.warning("draft steps could not be captured with their draws: %s", error)
+            return None
+        probs = None if races.race is None else torch.empty(rows, races.steps, vocabulary, device=device)
+        return Chain(probs, steps._steps(graph, tensors[: len(tensors) - self._held], races, probs))
+
+    def _steps(
+        self, graph: Recording, inputs: tuple[Tensor, ...], races: Races, probs: Tensor | None
+    ) -> Generator[ChainStep, None, None]:
+        # Between its steps nobody else may write to the graph's inputs.
+        with self._lock:
+            for step in range(races.steps):
+                if step and races.race is not None:
+                    races.race(step, graph.inputs[0])
+                with self._recorder.turn():
+                    if not step:
+                        graph.read(inputs)
+                    graph.replay()
+                    outputs = iter(graph.outputs)
+                    if probs is not None:
+                        probs[:, step : step + 1].copy_(next(outputs))
+                    token, confidences, *others = (output.clone() for output in outputs)
+                states = None
+                if races.leaves is not None:
+                    states = ExactStates(others[0], dict(zip(races.leaves, others[1:], strict=True)))
+                yield ChainStep(token, confidences, states)
 
     def _recorded(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...]) -> Recording:
         # Slots on the host stay in place, too.
@@ -221,7 +327,10 @@ class _Graphs:
             raise RecordingError("the model is on several devices, and a graph covers one")
         # Later tensors may be made in inference mode or not.
         with torch.inference_mode(False):
-            static = tuple(tensor.clone() for tensor in inputs)
+            if self._places is None:
+                static = tuple(tensor.clone() for tensor in inputs)
+            else:
+                static = tuple(map(self._places.of, count(), inputs))
 
         def launch() -> tuple[Tensor, ...]:
             return self._function((*static, *memory))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
+from selfspec.cache.cursors import MOST_GRAPHS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.device import Timer
 from selfspec.model.gated_view import ExactStates, Point
@@ -19,13 +23,12 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.process import ProcessLock
 from selfspec.runtime.model_state import QUANTISERS, ModelState, why_not
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.request import NO_LOGITS, Chain, Draws, PassResult
-from selfspec.runtime.runtime import Function, OtherSizesError, Runtime
+from selfspec.runtime.request import NO_LOGITS, Chain, Draws, PassResult, Races
+from selfspec.runtime.runtime import LATER, Function, OtherSizesError, Runtime
 
+_LOG = logging.getLogger(__name__)
 # Number of comparisons over one number of slots after which a program is used for that number alone.
 _SAME = 3
-# Further passes of a kind after which a program is tried again whose making had no memory.
-_LATER = 32
 # The most kinds of passes that are counted. Batches that shrink row by row add new kinds with each row.
 _MOST_KINDS = 256
 
@@ -36,11 +39,6 @@ class _Program:
     has_logits: bool
     leaves: tuple[str, ...] | None
     points: tuple[Point, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """True if it gives logits alone."""
-        return self.has_logits and self.leaves is None and not self.points
 
     def run(self, tensors: PassTensors, width: int) -> PassResult:
         outputs = iter(self.function(tensors.flat()))
@@ -72,10 +70,18 @@ class _Candidate:
 
     def try_later(self) -> None:
         """Free the memory of its program, and make it anew after many more passes."""
-        self.program, self.proved, self.passes, self.waited = None, False, -_LATER, 0.0
+        self.program, self.proved, self.passes, self.waited = None, False, -LATER, 0.0
 
     def refuse(self, reason: str) -> None:
         self.program, self.proved, self.refused = None, False, reason
+
+
+@dataclass
+class _Repeated:
+    """A function that comes again, and how often it came."""
+
+    times: float = 0
+    program: Function | None = None
 
 
 class GraphCache:
@@ -143,6 +149,7 @@ class BoundPrograms:
         self.decodable_by: Adapter | None = None
         self._clock = clock
         self._ended: SharedCache | None = None
+        self._repeated: dict[Function, _Repeated] = {}
 
     def begin(self, cache: SharedCache) -> None:
         """Give an empty cache the slots of the last one, whose addresses programs may have; else free them."""
@@ -239,11 +246,44 @@ class BoundPrograms:
         after = self.runtime.after
         return after is not None and (candidate.passes > after or candidate.waited > self.runtime.making_seconds)
 
-    def chain(self, kind: PassKind, first: PassTensors, draws: Draws) -> Chain | None:
-        """Take draft steps by the program of `kind`, overwriting `first`; None: none does, or they go one by one."""
+    def repeat(self, function: Function, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compute a function of tensors alone, in one launch once it has come often enough.
+
+        Functions that are equal give the same of the same tensors, whatever came before.
+        """
+        if self.runtime.after is None or not self.runtime.captures:
+            return function(tensors)
+        known = self._repeated.pop(function, None) or _Repeated()
+        self._repeated[function] = known
+        if len(self._repeated) > MOST_GRAPHS:
+            # Drop what came least recently.
+            self._repeated.pop(next(iter(self._repeated)), None)
+        known.times += 1
+        if known.times <= self.runtime.after:
+            return function(tensors)
+        try:
+            if known.program is None:
+                known.program = self.runtime.repeated(function, tensors[0].device)
+            return known.program(tensors)
+        except torch.OutOfMemoryError:
+            known.program, known.times = None, -LATER
+        # Whatever a capture fails of, the function itself gives the same.
+        except Exception as error:
+            known.times = -math.inf
+            _LOG.warning("%s could not be captured, and is launched piece by piece: %s", function, _said(error))
+        return function(tensors)
+
+    def chain(self, kind: PassKind, first: PassTensors, draws: Draws | Races) -> Chain | None:
+        """Take draft steps by the program of `kind`, the first of them `first`; None: they go one by one."""
         candidate = self.candidates.get(kind)
         program = None if candidate is None or not candidate.proved else candidate.program
-        return self.runtime.chain(program.function, first, draws) if program is not None and program.is_plain else None
+        if program is None or not program.has_logits or program.points:
+            return None
+        if isinstance(draws, Races):
+            draws = replace(draws, leaves=program.leaves)
+        elif program.leaves is not None:
+            return None
+        return self.runtime.chain(program.function, first, draws)
 
     def forget(self, path: LayerPath) -> None:
         """Drop the programs of passes along a path, to make room for other programs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -138,16 +138,53 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class ChainStep:
-    """Holds a draft step: the chosen token, `[rows, 1]`, and each row's largest probability; 0 where there was none."""
+class Drawn:
+    """Holds a drawn token of each row, `[rows, 1]`.
+
+    `q`, `[rows, 1, vocab]`, is what it was drawn from, None: nothing was drawn; `confidences`, `[rows]`, are each row's
+    largest probability, 0 where there was none.
+    """
 
     token: Tensor
-    confidences: list[float]
+    q: Tensor | None
+    confidences: Tensor
+
+
+@dataclass(frozen=True)
+class Races:
+    """Holds the draws of a chain on a device, where an exponential race draws tokens.
+
+    `drawn` is a function of logits, `[rows, 1, vocab]`, and of lots, the same for an equal `choice`. `race` fills lots,
+    `[rows, 1, vocabulary]`, with those of a step; None: nothing is drawn. `steps` are the most draft steps; `leaves`
+    names the attentions whose outputs a step leaves beside its states, None: it leaves none of both.
+    """
+
+    choice: Choice
+    drawn: Callable[[Tensor, Sequence[Tensor]], Drawn]
+    race: Callable[[int, Tensor], Tensor] | None
+    steps: int
+    vocabulary: int
+    leaves: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """Holds a draft step: the chosen token, `[rows, 1]`, and each row's largest probability; 0 where there was none.
+
+    `states` are as in `PassResult`.
+    """
+
+    token: Tensor
+    confidences: list[float] | Tensor
+    states: ExactStates | None = None
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Holds a chain that is being drafted, one step per iteration; `probs` are its draft q, `[rows, steps, vocab]`."""
+    """Holds a chain that is being drafted, one step per iteration; `probs` are its draft q, `[rows, steps, vocab]`.
+
+    Its steps are to be closed: they may keep others from the memory that they use.
+    """
 
     probs: Tensor | None
-    steps: Iterator[ChainStep]
+    steps: Generator[ChainStep, None, None]

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
 
@@ -31,8 +31,8 @@ from selfspec.runtime.attention import AttentionShares, for_new_lengths
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.model_state import frozen_view, is_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors, beside_source, model_inputs, run_view
-from selfspec.runtime.request import Chain, ChainStep, Change, Draws, PassRequest, PassResult, Runs
-from selfspec.runtime.runtime import Eager
+from selfspec.runtime.request import Chain, ChainStep, Change, Draws, PassRequest, PassResult, Races, Runs
+from selfspec.runtime.runtime import Eager, Function
 
 
 class ModelRunner:
@@ -98,9 +98,13 @@ class ModelRunner:
         self.cache.open(request.tree)
         return result
 
-    def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
+    def chain(self, request: PassRequest, draws: Draws | Races) -> Chain | None:
         """Take draft steps in one go from the last committed tokens of a chain on; None: take them one by one."""
         return None
+
+    def repeat(self, function: Function, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compute a function of tensors; see `BoundPrograms.repeat`."""
+        return function(tensors)
 
     @property
     def keeps_last_logits(self) -> bool:
@@ -289,29 +293,35 @@ class RecordedRunner(ModelRunner):
             self.cache.write(result.written, width)
         return result
 
-    def chain(self, request: PassRequest, draws: Draws) -> Chain | None:
-        tokens = request.tokens
-        first = PassTensors.of(replace(request, tokens=tokens.clone()), self.cache)
+    def chain(self, request: PassRequest, draws: Draws | Races) -> Chain | None:
+        first, cursors = PassTensors.of(request, self.cache), self.cache.cursors
         # Positions of steps are counted up, and none may lie beyond the last.
-        ends = max(self.cache.seq_lens) + draws.steps > self.cache.cursors.limit
+        ends = max(self.cache.seq_lens) + draws.steps > cursors.limit
         if first is None or first.slots.block is not None or ends:
             return None
-        if is_watched(tokens.device) or self._streams(request):
+        # All steps look at the slots that the first one looks at; programs without padding count these up, too.
+        if cursors.padded(1) and cursors.visible(1, -1) != cursors.visible(1, draws.steps - 2):
             return None
-        # Steps count the slots up in place, and the cache keeps those that it has given.
-        first = replace(first, slots=replace(first.slots, slot_mapping=first.slots.slot_mapping.clone()))
+        # Draws of a device take logits of all tokens.
+        reduced = request.head is not None and request.head.tokens is not None and isinstance(draws, Races)
+        if reduced or is_watched(request.tokens.device) or self._streams(request):
+            return None
         chain = self._programs.chain(self._kind(request, first), first, draws)
         return None if chain is None else Chain(chain.probs, self._read(chain.steps))
+
+    def repeat(self, function: Function, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return function(tensors) if is_watched(tensors[0].device) else self._programs.repeat(function, tensors)
 
     def forget(self, path: LayerPath) -> None:
         super().forget(path)
         self._programs.forget(path)
 
-    def _read(self, steps: Iterator[ChainStep]) -> Iterator[ChainStep]:
+    def _read(self, steps: Generator[ChainStep, None, None]) -> Generator[ChainStep, None, None]:
         """Let the cache know of each step."""
-        for node, step in enumerate(steps, -1):
-            with self.cache.reading(1, node):
-                yield step
+        with closing(steps):
+            for node, step in enumerate(steps, -1):
+                with self.cache.reading(1, node):
+                    yield step
 
     def _streams(self, request: PassRequest) -> bool:
         """Return whether a pass streams weights, which no program does."""

@@ -16,7 +16,7 @@ from selfspec.architecture import Adapter
 from selfspec.process import ProcessLock
 from selfspec.runtime.few_rows import for_few_rows, for_grouped_queries, for_norms, for_rotary
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.request import Chain, Draws
+from selfspec.runtime.request import Chain, Draws, Races
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -25,6 +25,9 @@ Function = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 TRIALS = 3
 """Comparisons in which a program must agree with the stock modules."""
+
+LATER = 32
+"""Further passes of a kind after which what had no memory is made again."""
 
 RECORDING = ProcessLock()
 """Held while recording: warning filters and graph captures belong to the whole process."""
@@ -77,9 +80,13 @@ class Runtime(ABC):
         """Return the runtime whose programs are of one model, and may share what they need."""
         return self
 
-    def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
-        """Take draft steps in one go by `program`, overwriting `first`; None: it takes them one by one."""
+    def chain(self, program: Function, first: PassTensors, draws: Draws | Races) -> Chain | None:
+        """Take draft steps in one go by `program`, the first of them `first`; None: it takes them one by one."""
         return None
+
+    def repeated(self, function: Function, device: torch.device) -> Function:
+        """Return a function of tensors of a device that does in one launch what `function` does in many: here, none."""
+        return function
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Return the view of a model that programs are made of; here the model itself."""

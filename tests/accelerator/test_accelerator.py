@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import published_heads, tiny
 from helpers.accelerator.device import Accelerator, present
-from helpers.captures import wrapped
+from helpers.captures import ticking, wrapped
 from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
 from helpers.serving import assert_joining_rows_are_stock, small
 from selfspec.decode.generation import Limits
@@ -33,6 +33,7 @@ from selfspec.placement.weight_source import FromHost
 from selfspec.placement.weight_stream import DeviceCopies
 from selfspec.runtime import usual_runtime
 from selfspec.runtime.graph_cache import GraphCache
+from selfspec.runtime.runner import ModelRunner, RecordedRunner
 from selfspec.tools.lab.arms import RUNTIMES, usual_runtime_name
 from selfspec.tools.lab.runs import Runs
 
@@ -170,6 +171,39 @@ def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_p
 @pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
 def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
     assert captured(model_on(accelerator), name, prompts(accelerator, 1)).proved
+
+
+# The most operations of a sampled round outside of graphs. A draft of seven tokens by single launches took 336.
+OPERATIONS = {"none": 15, "int8": 50}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_sampled_round_launches_few_operations_outside_of_graphs(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ids, options = prompts(accelerator, 1), SAMPLED | {"max_new_tokens": 24}
+    control = selfspec.CostAware(costs=selfspec.Costs(draft=0.02))
+    runtime = selfspec.runtime.CudaGraphs(bucket=64)
+    spec = selfspec.wrap(model_on(accelerator), parse_draft(name), draft_length=control, runtime=runtime)
+    spec.programs = GraphCache(runtime, ticking())
+    for _ in range(2):
+        sampled = spec.generate(ids, **options).sequences
+    generation, found = spec.stream(ids, **options), dict[int, int]()
+    next(generation)
+    while True:
+        with accelerator.counted() as counts:
+            committed = next(generation, None)
+        if committed is None:
+            break
+        drafted = len(committed.rows[0].draft)
+        found[drafted] = max(found.get(drafted, 0), counts.launches)
+    assert max(found) == (0 if name == "none" else 7)
+    # Shorter drafts came too seldom.
+    assert found[max(found)] <= OPERATIONS[name], found
+    # The tokens are those of single steps and of torch's own operations.
+    monkeypatch.setattr(RecordedRunner, "chain", lambda *_: None)
+    monkeypatch.setattr(RecordedRunner, "repeat", ModelRunner.repeat)
+    assert torch.equal(spec.generate(ids, **options).sequences, sampled)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

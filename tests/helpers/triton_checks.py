@@ -23,12 +23,7 @@ from helpers.captures import StandIn, StandInRecorder, as_with_triton, assert_st
 from helpers.drafting import GREEDY, Oracle, stock
 from helpers.reference import every_number, few_octaves, restored
 from helpers.shrunken import shrunken
-from selfspec.accept import Block, TokenLevel
-from selfspec.accept.tree_paths import tree_tables
 from selfspec.cache.tree import Tree
-from selfspec.decode.judge import ended
-from selfspec.decode.noise import Noise, Purpose, drawn_by_race, race_noise
-from selfspec.draft import Draft
 from selfspec.draft.registry import parse_draft
 from selfspec.formats import int4, int8, planes, rounding, upper
 from selfspec.formats.format import formats
@@ -197,76 +192,6 @@ def check_slots(device: str, dtype: torch.dtype) -> None:
         assert all(torch.equal(one, other) for one, other in zip(stored, expected, strict=True)), (dtype, move)
 
 
-# Of a vocabulary that a program looks at in one go, and one that it does not.
-VERDICTS = [(3, 1, 7), (8, 4, 50), (2, 3, 5000)]
-
-
-def check_verdicts(device: str, rows: int, nodes: int, vocabulary: int) -> None:
-    """Chains, drawn or not, sampled or decided, cut or not, are judged as the rules judge them, to the token."""
-    from selfspec.kernels.triton_judge import judge_chain
-
-    rules: tuple[tuple[Any, Any], ...] = ((TokenLevel(), "token"), (Block(), "block"))
-    for (rule, by), drawn, sampled, cut, broken in product(rules, *[(True, False)] * 4):
-        logits = torch.randn(rows, nodes + 1, vocabulary, device=device)
-        p = logits.softmax(-1)
-        # Some rows draft what the target says, so that a residual is empty.
-        q = torch.where((torch.arange(rows, device=device) % 3 == 0)[:, None, None], logits, torch.randn_like(logits))
-        q = q[:, :-1].softmax(-1)
-        tokens = torch.where(torch.rand(rows, nodes, device=device) < 0.7, p[:, :-1].argmax(-1), q.argmax(-1))
-        if not sampled:
-            p = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        if broken:
-            p[0, nodes // 2] = 0.0
-        uniform = torch.rand(rows, nodes, device=device, dtype=torch.float64) if sampled else None
-        noise = torch.empty(rows, vocabulary, device=device).exponential_().clamp_min_(1e-38) if sampled else None
-        lengths = torch.randint(nodes + 1, (rows, 1), device=device)
-        judged = torch.arange(nodes, device=device) < lengths if cut else None
-        draft = Draft.chain(tokens, q if drawn and sampled else None)
-        draft = draft if judged is None else ended(draft, judged, p)
-        chances = rule.accept_probs(draft, p, logits)
-        mask = chances > 0.5 if uniform is None else uniform < chances
-        place = rule.accepted(mask if judged is None else mask & judged, draft.tree)
-        left = rule.recovery_probs(draft, p, place)
-        expected = torch.stack([place, (left if noise is None else left / noise).argmax(-1)], 1)
-        found = judge_chain(p, draft.probs, tokens, uniform, judged, noise, by)
-        assert torch.equal(found, expected), (by, drawn, sampled, cut, broken, found, expected)
-
-
-# A vocabulary that a program looks at in one go, and one that it does not.
-TREES = [((-1, -1, -1, 0, 0, 1, 3), 40), ((-1, -1, 0, 0, 2, 2), 5000)]
-
-
-def check_trees(device: str, parents: tuple[int, ...], vocabulary: int) -> None:
-    """Trees, drawn or not, sampled or decided, cut or not, are judged as the rules judge them, to the token."""
-    from selfspec.kernels.triton_judge import judge_tree
-
-    tree, rows = Tree(parents), 8
-    tables, nodes = tree_tables(tree, torch.device(device)), len(parents)
-    rules: tuple[tuple[Any, Any], ...] = ((TokenLevel(), "token"), (Block(), "block"))
-    for (rule, by), drawn, sampled, cut in product(rules, *[(True, False)] * 3):
-        logits = torch.randn(rows, nodes + 1, vocabulary, device=device)
-        p = logits.softmax(-1)
-        q = (logits[:, tables.parents] + torch.randn(rows, nodes, vocabulary, device=device)).softmax(-1)
-        tokens = torch.where(
-            torch.rand(rows, nodes, device=device) < 0.5, p[:, tables.parents].argmax(-1), q.argmax(-1)
-        )
-        if not sampled:
-            p = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        p[0, nodes // 2] = 0.0
-        uniform = torch.rand(rows, nodes, device=device, dtype=torch.float64) / 2 if sampled else None
-        noise = torch.empty(rows, vocabulary, device=device).exponential_().clamp_min_(1e-38) if sampled else None
-        judged = tables.depths[1:] <= torch.randint(tree.depth + 1, (rows, 1), device=device) if cut else None
-        draft = Draft(tokens, tree, q if drawn and sampled else None)
-        draft = draft if judged is None else ended(draft, judged, p)
-        chances = rule.accept_probs(draft, p, logits)
-        mask = chances > 0.5 if uniform is None else uniform < chances
-        place = rule.accepted(mask if judged is None else mask & judged, tree)
-        left = rule.recovery_probs(draft, p, place)
-        expected = torch.stack([place, (left if noise is None else left / noise).argmax(-1)], 1)
-        found = judge_tree(p, draft.probs, tokens, uniform, judged, noise, by, tables.children, tables.by_turn)
-        assert torch.equal(found, expected), (by, drawn, sampled, cut, found, expected)
-
-
 WIDTHS = (1, 48, 64, 1003)
 # Rows, heads, heads of keys, tokens and width.
 HEADS = ((1, 4, 2, 1, 64), (3, 3, 3, 5, 10), (2, 9, 3, 2, 80))
@@ -360,7 +285,6 @@ def _heads(rows: int, tokens: int, heads: int, width: int) -> Tensor:
 
 SEAMS = (
     "selfspec.cache.shared_cache",
-    "selfspec.decode.judge",
     "selfspec.runtime.few_rows",
     "selfspec.runtime.few_rows",
     "selfspec.runtime.few_rows",
@@ -368,15 +292,9 @@ SEAMS = (
 KERNELS = {
     "block_attention": "triton_attention",
     "slots_moved": "triton_slots",
-    "judge_chain": "triton_judge",
-    "judge_tree": "triton_judge",
     "rms_norm": "triton_norms",
     "rotated": "triton_rotary",
 }
-
-
-def drawn_as_on_a_device(noise: Noise, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
-    return drawn_by_race(weights, race_noise(weights, noise._seeds(purpose, first, weights.shape[1])))
 
 
 def check_decoding(tree: Tree, used: int, sampled: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
@@ -486,11 +404,10 @@ def check_order_of_planes(device: str, rows: int, dtype: torch.dtype) -> None:
 
 
 def decoding() -> None:
-    with mock.patch.object(Noise, "draw", drawn_as_on_a_device):
-        drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0, "accept": "block"}
-        check_decoding(Tree((-1, -1, 0, 0, 1)), 4, GREEDY)
-        check_decoding(Tree.chain(3), 3, drawn)
-        check_decoding(Tree.chain(3), 4, GREEDY, torch.float32)
+    drawn = {"do_sample": True, "seed": 3, "eos_token_id": None, "pad_token_id": 0, "accept": "block"}
+    check_decoding(Tree((-1, -1, 0, 0, 1)), 3, GREEDY)
+    check_decoding(Tree.chain(3), 2, drawn)
+    check_decoding(Tree.chain(3), 3, GREEDY, torch.float32)
 
 
 class AgainRecorder(StandInRecorder):
@@ -556,8 +473,6 @@ CHECKS: dict[str, list[tuple[Callable[..., None], Given]]] = {
     ],
     "others": [
         (check_slots, product(DTYPES)),
-        (check_verdicts, VERDICTS),
-        (check_trees, TREES),
         (check_norms, product((torch.float32, torch.float16, torch.bfloat16))),
         (check_added_norms, product((torch.float32, torch.float16, torch.bfloat16))),
         (check_cache, product((torch.float32, torch.float16, torch.bfloat16))),
@@ -576,8 +491,6 @@ def interpreted(check: Callable[..., None], given: tuple[Any, ...]) -> bool:
         return False
     if check is check_planes and torch.float64 in given:
         return bool(given[0] < 17)
-    if check is check_trees:
-        return given == TREES[0]
     if torch.bfloat16 not in given or check in (
         check_slots,
         check_norms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Counted:
 
         monkeypatch.setattr(RecordedRunner, "chain", chain)
 
-    def _counted(self, chain: Chain) -> Iterator[Any]:
+    def _counted(self, chain: Chain) -> Generator[Any, None, None]:
         for step in chain.steps:
             self.steps += 1
             yield step

@@ -154,7 +154,7 @@ class _FailingGraphs(StandIn):
 
 
 def test_a_capture_without_memory_is_tried_again_later(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.runtime.graph_cache._LATER", 3)
+    monkeypatch.setattr("selfspec.runtime.graph_cache.LATER", 3)
     runtime = _FailingGraphs(0, BUCKET, error=torch.OutOfMemoryError("no room"))
     spec = wrapped(llama, runtime)
     for _ in range(2):

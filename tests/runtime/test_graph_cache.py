@@ -213,7 +213,7 @@ def test_a_proved_program_that_fails_is_used_no_more(llama: PreTrainedModel, err
 
 
 def test_a_program_without_memory_is_made_again_later(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.runtime.graph_cache._LATER", 2)
+    monkeypatch.setattr("selfspec.runtime.graph_cache.LATER", 2)
     calls = count()
 
     def fail(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, S
 from selfspec.runtime.native.lowering import Lowered, lowered
 from selfspec.runtime.noting import mask_tensors, noted_pass
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
-from selfspec.runtime.request import Chain, ChainStep, Draws
+from selfspec.runtime.request import Chain, ChainStep, Draws, Races
 from selfspec.runtime.runtime import RECORDING, Function, OtherSizesError, RecordingError, Runtime, close
 
 # Tokens of a pass. A prompt is read once, so no program is made for each of its lengths.
@@ -80,9 +80,9 @@ class Native(Runtime):
         most = _NARROW if slots.dtype == torch.bfloat16 and has_avx512() else _MOST_TOKENS
         return known and rows <= most and native.available()
 
-    def chain(self, program: Function, first: PassTensors, draws: Draws) -> Chain | None:
+    def chain(self, program: Function, first: PassTensors, draws: Draws | Races) -> Chain | None:
         assert isinstance(program, _Program)
-        return program.chain(first, draws)
+        return program.chain(first, draws) if isinstance(draws, Draws) else None
 
     def program(self, function: PassFunction, example: PassTensors) -> Function:
         with RECORDING:
@@ -136,9 +136,14 @@ class _Program:
             return None
         (shape,) = self._shapes
         probs = torch.empty(shape[0], draws.steps, draws.vocabulary) if draws.choice.temperature else None
-        return Chain(probs, self._steps(first.flat(), draws, probs))
+        tokens, slots, positions, *rest = first.flat()
+        # Steps write the next token, and count slots and positions up; others have these tensors, too.
+        own = tokens.clone(), slots.clone(), positions.clone()
+        return Chain(probs, self._steps((*own, *rest), draws, probs))
 
-    def _steps(self, tensors: tuple[Tensor, ...], draws: Draws, probs: Tensor | None) -> Iterator[ChainStep]:
+    def _steps(
+        self, tensors: tuple[Tensor, ...], draws: Draws, probs: Tensor | None
+    ) -> Generator[ChainStep, None, None]:
         tokens, *moved = tensors[:3]
         (rows, *_), choice = self._shapes[0], draws.choice
         logits, confidences = torch.empty(self._shapes[0]), torch.empty(rows, dtype=torch.double)
