@@ -71,7 +71,7 @@ def calibrate(
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write what each generation counted there, as CSV and Parquet."),
+        typer.Option(metavar="FOLDER", help="Keep the generations there, with a report, as `selfspec bench` does."),
     ] = None,
     output: Output = "text",
 ) -> Calibrated:
@@ -91,7 +91,6 @@ def calibrate(
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.lab.arms import prompt_writer
     from selfspec.tools.lab.outputs import check_output_file
-    from selfspec.tools.lab.report import require_packages, write_data
 
     # The embedded model writes nothing but code.
     usual = built_in if model.is_demo else beginnings
@@ -102,9 +101,6 @@ def calibrate(
         check_output_folder(profiles.folder())
     else:
         check_output_file(to)
-    if keep is not None:
-        require_packages()
-        check_output_folder(keep)
     over = None if corpus is None else str(corpus)
     checkpoint = model.load()
     check_reads_text(checkpoint.model)
@@ -119,14 +115,10 @@ def calibrate(
             measurements,
             corpus=over,
             vocabulary=None if to is None else to.with_suffix(".vocabulary.json"),
+            keep=keep,
             watch=StepBar(progress),
         )
     seconds = time.perf_counter() - started
-    if keep is not None:
-        from pandas import DataFrame
-
-        about = {**profile.report["settings"], "setting": asdict(profile.setting)}
-        write_data(DataFrame(_calls(profile)), about, keep / "calls", csv=True)
     file = to or profiles.default_file(profile.setting)
     profile.save(file)
     if output == "text":
@@ -139,18 +131,6 @@ def calibrate(
     found = asdict(profile)
     del found["source"]
     return Calibrated(**found, checkpoint=model.model, profile=str(file), seconds=seconds)
-
-
-def _calls(profile: Profile) -> list[dict[str, Any]]:
-    """Return a row for each timed generation of each candidate."""
-    rows = []
-    for kind in (profile.report["greedy"], profile.report["sampled"]):
-        tried = [(profile.report["settings"]["batch"], each) for each in kind["confirmed"]]
-        tried += [(int(rows_), each) for rows_, each in kind["in_batches"].items()]
-        for batch, each in tried:
-            about = {"temperature": kind["temperature"], "batch": batch, "draft": each["name"]}
-            rows += [{**about, **call} for call in each["calls"]]
-    return rows
 
 
 def _print(model: str, profile: Profile, seconds: float, file: Path) -> None:
@@ -206,9 +186,7 @@ def _found(kind: Mapping[str, Any], beside: str) -> Table:
     for name in dict.fromkeys([*confirmed, *kind["predictions"]]):
         cells = ["", ""]
         if best := kind["predictions"].get(name):
-            rates = kind["acceptance"][name]
-            alpha = rates["alpha"].get(f"{kind['temperature']:g}", rates["agreement"])
-            cells = [_value(alpha), f"{best['speedup']:.2f} at {best['draft_length']}"]
+            cells = [_value(kind["acceptance"][name]), f"{best['speedup']:.2f} at {best['draft_length']}"]
         if each := confirmed.get(name):
             speedup, rate = each["speedup"], each["acceptance_rate"]
             cells.append(Estimate(**speedup).shown(2))

@@ -338,8 +338,9 @@ def _checked(trained: Trained, base: str, device: str, seconds: float) -> Traine
     from selfspec.measure.prompts import BEGINNINGS
     from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
     from selfspec.tools.lab.generations import rows_of
+    from selfspec.tools.lab.runs import Row
     from selfspec.tools.lab.table import estimate_in, records, summarise
-    from selfspec.tools.lab.turns import race
+    from selfspec.tools.lab.turns import ENDLESS, measure
     from selfspec.tools.train.run import CheckedExit, verdict
 
     figures, to = trained.after, trained.folder
@@ -352,8 +353,14 @@ def _checked(trained: Trained, base: str, device: str, seconds: float) -> Traine
     specs = [ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts.values())]
     arms = [make_arm(spec, checkpoint.model) for spec in specs]
     greedy, sampled = (Cell("check", temperature, 1, _CONTEXT, _NEW) for temperature in (0.0, _TEMPERATURE))
-    found = race(arms, (greedy, sampled), prompts, time.perf_counter() + seconds, lambda: None)
-    table = records(summarise(rows_of(checkpoint.model, "check", arms, prompts, found)))
+    rows, model, began = list[Row](), checkpoint.model, time.perf_counter()
+    for arm in arms:
+        arm.decode(prompts[0], greedy, seed=0)
+    for cell, share in ((greedy, 0.5), (sampled, 1.0)):
+        until = began + share * seconds
+        runs = measure(model, cell, arms, prompts, ENDLESS, 0, lambda: None, until=until)
+        rows += rows_of(model, "check", cell, prompts, runs)
+    table = records(summarise(rows))
     speeds = {(row.get("draft"), row["temperature"]): estimate_in(row, "speedup") for row in table}
     checked = []
     for layer, draft in drafts.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.arguments import shown
 from selfspec.decode.inputs import checked_ids
-from selfspec.errors import PromptError, UnsupportedModelError
+from selfspec.errors import PromptError, SelfSpecError, UnsupportedModelError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.checkpoint import Checkpoint
 from selfspec.measure.embedded import PROMPTS
@@ -266,18 +266,22 @@ def _read(file: Path) -> str:
         raise PromptError(f"{file} is not UTF-8 text ({error}); convert it first") from error
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def json_lines(text: str, file: Path, error: type[SelfSpecError]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of JSONL, each with its line's number; an `error` names a line that holds none."""
     # Not `splitlines`: a JSON string may hold other line separators than this.
-    lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
-    found = []
-    for number, line in lines:
-        try:
-            found.append(parse_json(line))
-        except ValueError as error:
-            raise PromptError(f"line {number} of {file} is no JSON ({error})") from error
-        if not isinstance(found[-1], dict):
-            raise PromptError(f"line {number} of {file} is no JSON object")
-    return found
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                found = parse_json(line)
+            except ValueError as wrong:
+                raise error(f"line {number} of {file} is no JSON ({wrong})") from wrong
+            if not isinstance(found, dict):
+                raise error(f"line {number} of {file} is no JSON object")
+            yield number, found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [line for _, line in json_lines(_read(file), file, PromptError)]
 
 
 def _texts(line: dict[str, Any]) -> tuple[Text, ...]:

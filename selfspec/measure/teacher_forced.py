@@ -6,7 +6,8 @@ sampling token by token, 0 or 1 greedily. So the expected counts of a generation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
@@ -25,14 +26,20 @@ from transformers.masking_utils import (
 
 from selfspec.architecture import Adapter, takes
 from selfspec.compat import cache_argument
+from selfspec.draft.along_layer_path import LayerPathDrafter
+from selfspec.draft.drafter import Drafter
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
 from selfspec.measure.acceptance import Readout
+from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
+from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.pass_function import model_inputs
+from selfspec.runtime.request import PassRequest
+from selfspec.runtime.runner import ModelRunner
 
 Parts = frozenset[Part]
 """Sublayers of one layer that a path runs."""
@@ -124,6 +131,11 @@ class TeacherForcedText:
         whole = views.watched(views.model, range(views.depth))
         self.logits: Tensor = whole.module(**self._inputs(ids)).logits[:, first - 1 : -1]
         self.states = [whole.seen[0][0], *(whole.seen[layer][1] for layer in range(views.depth))]
+        if self.states[0].ndim != 3:
+            raise UnsupportedModelError(
+                f"acceptance of skip sets cannot be estimated for {type(views.model).__name__}: it keeps several "
+                "streams of states; measure it by generation"
+            )
         config = views.model.config.get_text_config(decoder=True)
         self._masks = draft_masks(config, length, reach, self.states[0].dtype, ids.device)
 
@@ -260,8 +272,9 @@ def draft_masks(config: PreTrainedConfig, length: int, reach: int, dtype: torch.
     return {kind: mask(patterns[kind]) if kind in patterns else None for kind in dict.fromkeys(layer_types)}
 
 
-# Tokens of one pass, copies included.
-_MOST_TOKENS = 4096
+# Tokens of one pass, copies included; tokens of a text that a draft over copies of the cache reads at a time, exactly:
+# more than a draft has.
+_MOST_TOKENS, _PIECE = 4096, 16
 
 
 @dataclass(frozen=True)
@@ -332,6 +345,81 @@ def teacher_forced_figures(
             for row, (number, each) in enumerate(zip(numbers, some, strict=True)):
                 found[path][number] = figures.of_text(row, each.ids.shape[1] - first)
     return [[each[number] for number in range(len(texts))] for each in found]
+
+
+def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter, depth: int) -> bool:
+    """Return whether one reading of a text can judge many such drafts: those of exact layers that keep no states."""
+    if adapter.recurrent or adapter.publishes is not None:
+        return False
+    exact = isinstance(drafter, LayerPathDrafter) and drafter.runs_exact_layers(depth)
+    return exact and type(drafter).begin is LayerPathDrafter.begin
+
+
+@torch.no_grad()
+def first_steps(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    drafters: Mapping[str, LayerPathDrafter],
+    texts: Sequence[Continuation],
+    temperature: float = 0.0,
+) -> dict[str, list[TeacherForcedFigures]]:
+    """Judge the first step of drafts along any paths, by name, on texts; 0 compares the likeliest tokens.
+
+    Exact layers are read together. Each other path, as in fewer bits, and each of a model that cannot be read so, takes
+    a pass over each text, whose keys and values are the draft's own: in a generation they are the target's. Drafters of
+    one precision share their substitutes. A DraftConfigError says which draft does not fit the model.
+    """
+    depth, substitutes = len(adapter.decoder_layers(model)), Substitutes.of(model)
+    for each in drafters.values():
+        each.check(depth)
+        each.check_model(model, adapter)
+        each.prepare(model, substitutes)
+    found: dict[str, list[TeacherForcedFigures]] = {}
+    exact = [name for name, each in drafters.items() if is_judged_by_teacher_forcing(each, adapter, depth)]
+    paths = [DraftPath(drafters[name].path(depth), drafters[name].head) for name in exact]
+    if paths:
+        with suppress(UnsupportedModelError):
+            views = LayerViews(model, adapter)
+            found = dict(zip(exact, teacher_forced_figures(views, texts, paths, 1, temperature), strict=True))
+    apart = {name: each for name, each in drafters.items() if name not in found}
+    found |= {name: [] for name in apart}
+    for text in texts if apart else ():
+        ids, first = text.ids.to(model.device), text.prompt
+        # The logits at a position are those of the token after it.
+        logits = model(input_ids=ids, use_cache=False).logits[:, first - 1 : -1]
+        judge = _Judge(logits, ids[:, first:], temperature)
+        for name, each in apart.items():
+            said = _draft_logits(model, adapter, each, ids, substitutes)[:, first - 1 : -1]
+            found[name].append(judge.figures(said[None]).of_text(0, ids.shape[1] - first))
+    return {name: found[name] for name in drafters}
+
+
+def acceptance_rate(figures: Sequence[TeacherForcedFigures]) -> Estimate:
+    """Estimate the acceptance rate of the first token of drafts over texts: the mean of 1 - TV(p, q), or agreement."""
+    overlaps = [each.overlap[0] for each in figures]
+    return Estimate.of_ratio([float(each.sum()) for each in overlaps], [len(each) for each in overlaps])
+
+
+def _draft_logits(
+    model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter, ids: Tensor, substitutes: Substitutes
+) -> Tensor:
+    """Return the logits of draft steps at all positions of a text, `[1, tokens, vocab]`."""
+    length = ids.shape[1]
+    cache = adapter.shared_cache(model, 1, length + _PIECE, _PIECE)
+    cache.cursors.reserve(length)
+    runner = ModelRunner(model, adapter, cache, substitutes)
+    path = drafter.path(runner.depth)
+    if path.view.bits is None and path.view.top_keys is None:
+        return runner.run(PassRequest(path, ids, head=drafter.head)).logits
+    # Copies, and what the target attended to, are of tokens that it has read.
+    found = []
+    for piece in ids.split(_PIECE, 1):
+        if path.view.top_keys is not None:
+            runner.choose_top(path.view.top_keys, piece[:, :1])
+        found.append(runner.run(PassRequest(path, piece, head=drafter.head)).logits)
+        runner.prefill(piece, [piece.shape[1]])
+        cache.commit([piece.shape[1]])
+    return torch.cat(found, 1)
 
 
 def _read_together(texts: Sequence[Continuation], reach: int) -> Iterator[list[int]]:

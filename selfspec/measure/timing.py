@@ -33,6 +33,7 @@ class Call:
         first_tokens: new tokens of all rows by then.
         passes: target passes, prefill not counted; of speculative arms that is rounds.
         rounds: of selfspec's arms, the number of rounds of each shape.
+        seed: of its draws.
     """
 
     rows: list[list[int]]
@@ -42,11 +43,18 @@ class Call:
     passes: int
     stats: Stats | None = None
     rounds: Counter[DraftShape] = field(default_factory=Counter)
+    seed: int = 0
 
     @property
     def tokens(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.rows))
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Seconds of a token behind the first ones; of a call that has no others, of all."""
+        further = self.tokens - self.first_tokens
+        return (self.seconds - self.first_seconds) / further if further > 0 else self.seconds / self.tokens
 
 
 class Stopwatch(Timer):

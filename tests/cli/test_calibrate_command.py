@@ -50,10 +50,16 @@ def test_a_profile_is_written_and_drafted_with(
 ) -> None:
     kept = profiles.parent / "kept"
     result = said("calibrate", folder, *QUICK, "--prompt-file", str(prompts), "--keep", str(kept))
-    calls = pandas.read_parquet(kept / "calls.parquet")
-    assert set(calls[calls["batch"] == 1]["prompt"]) == {0, 1}
-    assert {each["name"] for each in result["report"]["greedy"]["confirmed"]} <= set(calls["draft"])
-    assert (calls["new_tokens"] == 8 * calls["batch"]).all()
+    # What was generated is a table of the lab.
+    texts = pandas.read_parquet(kept / "texts.parquet")
+    assert set(texts[texts["batch"] == 1]["call"]) == {0, 1}
+    tried = {each["name"].partition(",")[0] for each in result["report"]["greedy"]["confirmed"]}
+    assert {"none", *tried} == {*texts[texts["temperature"] == 0]["draft"].fillna("none")}
+    assert (texts["new_tokens"] == 8).all()
+    table = said("bench", "--report", str(kept))["table"]
+    lines = {row.get("draft"): row for row in table if row["temperature"] == 0 and row["batch"] == 1}
+    assert lines["lookup"]["speedup"] > 0
+    assert lines["lookup"]["equal"] == 1
     file = Path(result["profile"])
     assert file.parent == profiles
     profile = Profile.load(file)

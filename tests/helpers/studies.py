@@ -13,7 +13,6 @@ from helpers.saved_folders import checkpoint_folder
 from selfspec.control.costs import BatchCosts, Costs
 from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.draft import Budget, Draft, RowsView, Stateless
-from selfspec.measure.acceptance import Acceptance, ExitFigures
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.registry import find_adapter
@@ -120,7 +119,7 @@ def calibrated(model: PreTrainedModel) -> Profile:
     confirmed = [Confirmed("lookup+exit:2", estimate, 0.625, 2.5, 3), Confirmed("lookup", estimate, None, 1.0, 1)]
     kind = {
         "temperature": 0.0,
-        "acceptance": {"exit:2": Acceptance([ExitFigures(4, {0.0: 3.0, 0.8: 3.0})]).to_dict()},
+        "acceptance": {"exit:2": Estimate(0.75, 0.75, 0.75, n=1).to_dict()},
         "predictions": {"exit:2": {"draft_length": 3, "speedup": 1.375}},
         "confirmed": [asdict(each) for each in confirmed],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +17,19 @@ from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.errors import DraftConfigError, PromptError, UnsupportedModelError
-from selfspec.measure import acceptance as module
-from selfspec.measure.acceptance import Readout, teacher_forced
+from selfspec.errors import DraftConfigError, UnsupportedModelError
+from selfspec.measure import acceptance
+from selfspec.measure import teacher_forced as module
+from selfspec.measure.acceptance import Acceptance, Readout
 from selfspec.measure.own_text import Continuation, continued, cycle_share
 from selfspec.measure.teacher_forced import (
     DraftPath,
     LayerViews,
+    TeacherForcedFigures,
     TeacherForcedText,
+    acceptance_rate,
     expected_rounds,
+    first_steps,
     readings,
     teacher_forced_figures,
 )
@@ -36,7 +39,7 @@ from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.train.layerskip import layer_dropout
 
-TEMPERATURES = (0.5, 1.0)
+_REACH = 3
 
 
 @torch.no_grad()
@@ -49,30 +52,53 @@ def _brute_force(full: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, sta
     return sum(overlaps) / len(overlaps)
 
 
-def test_it_is_what_prefixes_one_by_one_give(architecture: str) -> None:
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_it_is_what_prefixes_one_by_one_give(architecture: str, temperature: float) -> None:
     model = tiny.BUILDERS[architecture]()
-    given = [(tiny.prompt(9, seed=1), 1), (tiny.prompt(7, seed=2), 3)]
-    texts: list[Tensor | Continuation] = [given[0][0], Continuation(*given[1])]
+    texts = [Continuation(tiny.prompt(9, seed=1), 2), Continuation(tiny.prompt(7, seed=2), 3)]
     drafters: dict[str, LayerPathDrafter] = {"exit": EarlyExit(2), "skip": LayerSkip(layers=[1])}
-    measured = teacher_forced(model, find_adapter(model), drafters, texts, TEMPERATURES)
-    kept = {"exit": [0, 1], "skip": [0, 2, 3]}
-    for name, layers in kept.items():
-        draft = with_layers(model, layers)
-        assert [each.positions for each in measured[name].sequences] == [8, 4]
-        for temperature in TEMPERATURES:
-            for index, (ids, start) in enumerate(given):
-                expected = _brute_force(model, draft, ids, start, temperature)
-                assert measured[name].sequences[index].alpha(temperature) == pytest.approx(expected, abs=1e-6)
+    together = first_steps(model, find_adapter(model), drafters, texts, temperature)
+    apart = _apart(model, drafters, texts, temperature)
+    path = drafters["skip"].path(tiny.DEPTH)
+    for number, text in enumerate(texts):
+        leaving, skipping = (
+            _brute_force(model, with_layers(model, layers), text.ids, text.prompt, temperature)
+            for layers in ([0, 1], [0, 2, 3])
+        )
+        found = {name: float(each[number].overlap.mean()) for name, each in together.items()}
+        # Read in a pass of its own, a path sees what it left of the text itself; together, what the target left.
+        assert float(apart["skip"][number].overlap.mean()) == pytest.approx(skipping, abs=1e-6)
+        assert float(apart["exit"][number].overlap.mean()) == pytest.approx(leaving, abs=1e-6)
+        assert found["exit"] == pytest.approx(leaving, abs=1e-6)
+        with torch.no_grad():
+            full = model(input_ids=text.ids).logits[0]
+            row, places = text.ids[0], range(text.prompt - 1, text.ids.shape[1] - 1)
+            steps = torch.stack([_steps(model, path, row, place, 1)[0] for place in places])
+        p, q = ((each / temperature).softmax(-1) for each in (full[text.prompt - 1 : -1], steps))
+        assert found["skip"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-6)
+    assert acceptance_rate(together["exit"]).n == 2
 
 
-def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
-    texts = [tiny.prompt(12)]
-    whole = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)["x"]
-    monkeypatch.setattr(module, "_VALUES", 3 * tiny.VOCABULARY)
-    parts = teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(1)}, texts)["x"]
+def _apart(
+    model: PreTrainedModel, drafters: dict[str, LayerPathDrafter], texts: list[Continuation], temperature: float
+) -> dict[str, list[TeacherForcedFigures]]:
+    """Judge drafts as those of a model whose layers cannot be read apart from each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "is_judged_by_teacher_forcing", lambda *_: False)
+        return first_steps(model, find_adapter(model), drafters, texts, temperature)
+
+
+def test_figures_of_trainings_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, draft = torch.randn(2, 11, tiny.VOCABULARY, generator=torch.Generator().manual_seed(0))
+    whole, parts = Acceptance(), Acceptance()
+    whole.add(full, draft)
+    monkeypatch.setattr(acceptance, "_VALUES", 3 * tiny.VOCABULARY)
+    parts.add(full[:4], draft[:4])
+    parts.add(full[4:], draft[4:])
     assert parts.positions == whole.positions == 11
-    assert parts.alpha(0.8).value == pytest.approx(whole.alpha(0.8).value)
-    assert parts.alpha(0.0) == whole.alpha(0.0)
+    assert parts.alpha == pytest.approx(whole.alpha)
+    assert parts.alpha == pytest.approx(float(torch.minimum(full.softmax(-1), draft.softmax(-1)).sum(-1).mean()))
+    assert parts.agreement == whole.agreement
 
 
 def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> None:
@@ -82,16 +108,18 @@ def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> Non
         "exit": ReducedVocabulary(EarlyExit(2), tokens),
         "skip": ReducedVocabulary(LayerSkip(layers=[2, 3]), tokens),
     }
-    measured = teacher_forced(llama, find_adapter(llama), drafters, [ids], (1.0,))
     with torch.no_grad():
         p = llama(input_ids=ids).logits[0, :-1].softmax(-1)
         logits = with_layers(llama, [0, 1])(input_ids=ids).logits[0, :-1]
     q = torch.zeros_like(p)
     q[:, list(tokens)] = logits[:, list(tokens)].softmax(-1)
     expected = float(torch.minimum(p, q).sum(-1).mean())
-    assert measured["exit"].alpha(1.0).value == pytest.approx(expected)
-    # Leaving out the last layers is leaving early; the two are read in different ways.
-    assert measured["skip"].alpha(1.0).value == pytest.approx(expected)
+    # Leaving out the last layers is leaving early; and either way of reading says the same.
+    texts = [Continuation(ids)]
+    for found in (first_steps(llama, find_adapter(llama), drafters, texts, 1.0), _apart(llama, drafters, texts, 1.0)):
+        assert {name: acceptance_rate(each).value for name, each in found.items()} == pytest.approx(
+            dict.fromkeys(drafters, expected)
+        )
 
 
 def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> None:
@@ -104,22 +132,9 @@ def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> No
     assert torch.equal(sampled[0].ids, continued(llama, [tiny.prompt(4)], 5, temperature=0.8, seed=3)[0].ids)
 
 
-@pytest.mark.parametrize(
-    ("exit_layer", "texts", "temperature", "error", "said"),
-    [
-        (1, [], 1.0, PromptError, "no text"),
-        (1, [tiny.prompt(1)], 1.0, PromptError, "a token after"),
-        (1, [Continuation(tiny.prompt(4), 4)], 1.0, PromptError, "a token after"),
-        (1, [tiny.prompt(4, batch=2)], 1.0, PromptError, "a token after"),
-        (1, [tiny.prompt(4)], 0.0, DraftConfigError, "above 0"),
-        (9, [tiny.prompt(4)], 1.0, DraftConfigError, "out of range"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    llama: PreTrainedModel, exit_layer: int, texts: Any, temperature: float, error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        teacher_forced(llama, find_adapter(llama), {"x": EarlyExit(exit_layer)}, texts, (temperature,))
+def test_a_draft_that_does_not_fit_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(DraftConfigError, match="out of range"):
+        first_steps(llama, find_adapter(llama), {"x": EarlyExit(9)}, [Continuation(tiny.prompt(4))])
 
 
 def test_substitutes_of_a_file_are_the_files(tmp_path: Path) -> None:
@@ -127,8 +142,9 @@ def test_substitutes_of_a_file_are_the_files(tmp_path: Path) -> None:
     adapter, text = find_adapter(model), tiny.prompt(20)
     LowPrecision(4, group_size=64).save(tmp_path / "m4", model, texts=[tiny.prompt(64, 8)])
     drafts = {"file": LowPrecision.from_file(tmp_path / "m4"), "made": LowPrecision(4, group_size=64)}
-    apart = [teacher_forced(model, adapter, {name: draft}, [text])[name] for name, draft in drafts.items()]
-    assert apart[0].alpha(1.0).value != apart[1].alpha(1.0).value
+    texts = [Continuation(text)]
+    apart = [first_steps(model, adapter, {name: draft}, texts, 1.0)[name] for name, draft in drafts.items()]
+    assert acceptance_rate(apart[0]).value != acceptance_rate(apart[1]).value
 
 
 @pytest.mark.parametrize(
@@ -181,7 +197,6 @@ def test_dropout_skips_layers_by_sample(architecture: str) -> None:
     assert 0 < sum(as_kept) < 8
 
 
-_REACH = 3
 _FIRST = 4
 _PATHS = [
     LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION)),
@@ -193,14 +208,14 @@ _PATHS = [
 ]
 
 
-def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: int) -> torch.Tensor:
+def _steps(model: PreTrainedModel, path: LayerPath, row: torch.Tensor, start: int, reach: int = _REACH) -> torch.Tensor:
     """What the loop's draft steps say from `start` on, teacher-forced, `[reach, vocab]`."""
-    cache = SharedCache(tiny.DEPTH, 1, row.shape[0], _REACH, torch.device("cpu"))
+    cache = SharedCache(tiny.DEPTH, 1, row.shape[0], reach, torch.device("cpu"))
     passes = ModelRunner(model, find_adapter(model), cache)
     cache.cursors.reserve(row.shape[0])
     passes.prefill(row[None, :start], [start])
     cache.commit([start])
-    tokens = enumerate(row[None, start : start + _REACH].split(1, 1))
+    tokens = enumerate(row[None, start : start + reach].split(1, 1))
     return torch.stack([passes.run(PassRequest(path, token, first=step - 1)).logits[0, 0] for step, token in tokens])
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +14,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.accept import Rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
+from selfspec.arguments import checked_path
 from selfspec.control.costs import BatchCosts, Forecast
 from selfspec.control.profile import Chosen, Profile, Setting, default_file
 from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft
-from selfspec.errors import DraftConfigError, UnsupportedModelError
+from selfspec.errors import BenchError, DraftConfigError, UnsupportedModelError
 from selfspec.files.writing import write_sealed
-from selfspec.measure.acceptance import teacher_forced
 from selfspec.measure.costs import MeasuredCosts, measure_costs
+from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import continued
 from selfspec.measure.prompts import read_given
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import bare
+from selfspec.measure.teacher_forced import acceptance_rate, first_steps
 from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
@@ -42,9 +43,13 @@ from selfspec.tools.calibrate.candidates import (
     to_measure,
     with_own_vocabulary,
 )
-from selfspec.tools.calibrate.confirm import Confirmed, batches, confirm, generation_options
+from selfspec.tools.calibrate.confirm import Confirmed, Trial, cell_of, confirm
 from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.lab.arms import Prompts, batched
+from selfspec.tools.lab.generations import rows_of
 from selfspec.tools.lab.outputs import check_output_file
+from selfspec.tools.lab.report import require_packages, write_report
+from selfspec.tools.lab.runs import Row, Runs, model_name
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7
@@ -59,7 +64,7 @@ class _Kind:
     """Findings for one kind of decoding; `in_batches` has the fastest in batches of more rows, by their number."""
 
     temperature: float
-    acceptance: dict[str, Any]
+    acceptance: dict[str, Estimate]
     predictions: dict[str, Forecast]
     confirmed: list[Confirmed]
     in_batches: dict[str, Confirmed]
@@ -76,6 +81,7 @@ def calibrate(
     accept: str | Rule | None = None,
     corpus: str | None = None,
     vocabulary: str | Path | None = None,
+    keep: str | Path | None = None,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
 ) -> Profile:
@@ -97,6 +103,8 @@ def calibrate(
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
         vocabulary: the file for the reduced vocabulary of the chosen draft, written where there is one. None: beside
             the place where `draft="auto"` looks for the profile.
+        keep: a new folder for a report of the generations, and for all their texts, as of `selfspec.bench`; None:
+            they are not kept.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
         watch: shows progress, stage by stage.
 
@@ -105,9 +113,13 @@ def calibrate(
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError, ProfileError, ExitHeadError: before any forward pass.
-        StorageError: the vocabulary cannot be written.
+        StorageError: the vocabulary or the report cannot be written.
+        BenchError: `keep` is no folder for a report.
     """
     asked, progress = measurements or Measurements(), watch or Unwatched()
+    runs = None if keep is None else Runs(checked_path("keep", keep, BenchError))
+    if runs is not None:
+        require_packages()
     found = adapter or find_adapter(model)
     prompts = read_given(model, prompts, tokenizer)
     drafters = None if drafts is None else [_drafter(each) for each in drafts]
@@ -139,10 +151,13 @@ def calibrate(
     if reduced:
         check_output_file(file)
     named |= {draft_name(each): each for each in reduced}
-    acceptances, rates = [], []
+    alphas: list[dict[str, Estimate]] = []
+    progress.begin(2)
     for temperature, texts in zip(temperatures, written, strict=True):
-        acceptances.append(teacher_forced(model, found, named, texts, (asked.temperature,), progress))
-        rates.append({name: each.alpha(temperature).value for name, each in acceptances[-1].items()})
+        progress.step("acceptance of every draft")
+        judged = first_steps(model, found, named, texts, temperature)
+        alphas.append({name: acceptance_rate(figures) for name, figures in judged.items()})
+    rates = [{name: each.value for name, each in some.items()} for some in alphas]
     measure = partial(
         measure_costs,
         model,
@@ -158,16 +173,16 @@ def calibrate(
     costs = measure(measured, range(1, asked.longest_draft + 2), batch=asked.batch)
     kinds: list[_Kind] = []
     winners: list[Candidate | None] = []
+    trials: list[Trial] = []
     nodes = asked.nodes if _reads_trees(model, found) else 0
-    for temperature, acceptance, rate in zip(temperatures, acceptances, rates, strict=True):
+    for temperature, alpha, rate in zip(temperatures, alphas, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
         candidates = to_confirm(predictions, named, nodes, corpus, others)
-        confirmed = confirm(plain, candidates, costs, grouped, temperature, asked, progress)
-        best = fastest(confirmed)
+        trials.append(confirm(plain, candidates, costs, grouped, temperature, asked, progress))
+        best = fastest(trials[-1].confirmed)
         winners.append(None if best is None else candidates[best.name])
         chosen = _chosen(best, winners[-1], temperature, asked.longest_draft)
-        figures = {name: each.to_dict() for name, each in acceptance.items()}
-        kinds.append(_Kind(temperature, figures, predictions, confirmed, {}, chosen))
+        kinds.append(_Kind(temperature, alpha, predictions, trials[-1].confirmed, {}, chosen))
     won = {winner.name: winner.draft for winner in winners if winner is not None}
     paths = paths_of(won)
     if any(each in reduced for each in paths.values()):
@@ -185,7 +200,7 @@ def calibrate(
             break
     by_rows = sorted([costs, *in_batches], key=lambda each: each.batch)
     greedy, sampled = (
-        kind if winner is None else _in_batches(kind, winner, by_rows, plain, prompts, asked, progress)
+        kind if winner is None else _in_batches(kind, winner, by_rows, plain, prompts, asked, progress, trials)
         for kind, winner in zip(kinds, winners, strict=True)
     )
     load = busy.read()
@@ -198,6 +213,12 @@ def calibrate(
         "greedy": asdict(greedy),
         "sampled": asdict(sampled),
     }
+    if runs is not None and keep is not None:
+        name, kept = model_name(model), list[Row]()
+        for each in trials:
+            kept += rows_of(model, name, each.cell, each.prompts, each.runs)
+        runs.keep(kept)
+        write_report("Calibration", kept, {"settings": report["settings"], **asdict(setting)}, Path(keep))
     return Profile(setting, greedy.chosen, sampled.chosen, report)
 
 
@@ -245,6 +266,7 @@ def _in_batches(
     prompts: Sequence[Tensor],
     asked: Measurements,
     progress: Watch,
+    trials: list[Trial],
 ) -> _Kind:
     """Add the costs of the chosen draft in all batches that were measured, and a trial in the larger ones."""
     tried: dict[str, Confirmed] = {}
@@ -252,9 +274,9 @@ def _in_batches(
     for measured in by_rows:
         rows = measured.batch
         if rows > asked.batch and most_rows is None:
-            grouped = batches(prompts, rows, _TEXTS)
-            candidates = {winner.name: winner}
-            (found,) = confirm(plain, candidates, measured, grouped, kind.temperature, asked, progress)
+            grouped, candidates = batched(prompts, rows, _TEXTS), {winner.name: winner}
+            trials.append(confirm(plain, candidates, measured, grouped, kind.temperature, asked, progress))
+            (found,) = trials[-1].confirmed
             tried[str(rows)] = found
             # Where a gain is not sure, plain decoding is.
             most_rows = rows - 1 if found.speedup.low <= 1 else None
@@ -262,10 +284,10 @@ def _in_batches(
     return replace(kind, in_batches=tried, chosen=replace(kind.chosen, costs=costs, most_rows=most_rows))
 
 
-def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measurements) -> list[dict[str, Any]]:
+def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measurements) -> list[Prompts]:
     """Return the prompts in batches, all of which the model can continue."""
-    grouped = batches(prompts, asked.batch)
+    grouped = batched(prompts, asked.batch)
     for each in grouped:
         # Reads and refuses the request; a generation runs only as it is iterated over.
-        plain.stream(**each, **generation_options(0.0, asked))
+        plain.stream(each.ids, each.mask, **cell_of([each], 0.0, asked).options)
     return grouped

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
+from functools import partial
 
 from selfspec.api import SelfSpeculative
-from selfspec.control import CostAware
-from selfspec.decode.output import Stats
-from selfspec.draft.registry import PLAIN
+from selfspec.control import Control, CostAware
+from selfspec.draft.registry import draft_name
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.watch import Watch
 from selfspec.tools.calibrate.candidates import Candidate, costs_of
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.lab.arms import Prompts
-from selfspec.tools.lab.turns import beginning_with
+from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts
+from selfspec.tools.lab.drafts import content
+from selfspec.tools.lab.turns import ArmRun, measure
 
 # Arms that go on after the first timed turn, besides plain decoding.
 _KEPT = 3
@@ -28,24 +26,11 @@ _WARM_UPS = 2
 
 
 @dataclass(frozen=True)
-class TimedCall:
-    """One timed generation: its prompt, or batch, its turn, its counts, and its seconds without prefill."""
-
-    prompt: int
-    turn: int
-    new_tokens: int
-    row_rounds: int
-    judged: int
-    accepted: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Confirmed:
     """A candidate in real generations, timed in so many turns.
 
-    `speedup` is over plain decoding in turns with it, without prefill, in tokens a second over all prompts, with a
-    bootstrap interval over prompts; `mean_accepted_length` counts tokens per target pass of a row.
+    `speedup` is over plain decoding in turns with it, without prefill, in tokens a second over all prompts, with an
+    interval over prompts; `mean_accepted_length` counts tokens per target pass of a row.
     """
 
     name: str
@@ -53,117 +38,84 @@ class Confirmed:
     acceptance_rate: float | None
     mean_accepted_length: float
     turns: int
-    calls: list[TimedCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class _Arm:
-    """A way of decoding, and the counts of its timed generations, by prompt and turn."""
+class Trial:
+    """Runs of plain decoding, the first, and of candidates in a cell, and what each candidate is worth, fastest first.
 
-    name: str
-    spec: SelfSpeculative
-    turns: list[list[Stats]]
+    `prompts` are those of each call.
+    """
 
-    def seconds(self, turns: int) -> list[float]:
-        """Return the seconds of a token by prompt, prefill apart: the median of the first turns."""
-        return [statistics.median(map(_seconds_a_token, each[:turns])) for each in self.turns]
-
-    def beside(self, plain: _Arm) -> Confirmed:
-        """Compare it with plain decoding in the turns that it took part in."""
-        counted = [stats for each in self.turns for stats in each]
-        judged, turns = sum(stats.judged for stats in counted), len(self.turns[0])
-        speedup = Estimate.of_ratio(plain.seconds(turns), self.seconds(turns))
-        if len(self.turns) == 1:
-            # Over a single prompt nothing but its turns says how sure that is.
-            pairs = zip(plain.turns[0], self.turns[0], strict=False)
-            speedup = Estimate.of_median([_seconds_a_token(one) / _seconds_a_token(other) for one, other in pairs])
-        return Confirmed(
-            name=self.name,
-            speedup=speedup,
-            acceptance_rate=sum(stats.accepted for stats in counted) / judged if judged else None,
-            mean_accepted_length=sum(stats.new_tokens for stats in counted)
-            / sum(stats.row_rounds for stats in counted),
-            turns=turns,
-            calls=[
-                TimedCall(prompt, turn, each.new_tokens, each.row_rounds, each.judged, each.accepted, _seconds(each))
-                for prompt, by_turn in enumerate(self.turns)
-                for turn, each in enumerate(by_turn)
-            ],
-        )
+    cell: Cell
+    prompts: Sequence[Prompts]
+    runs: Sequence[ArmRun]
+    confirmed: list[Confirmed]
 
 
 def confirm(
     plain: SelfSpeculative,
     candidates: Mapping[str, Candidate],
     costs: MeasuredCosts,
-    prompts: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Prompts],
     temperature: float,
     asked: Measurements,
-    progress: Watch,
-) -> list[Confirmed]:
-    """Generate with each candidate and by plain decoding, in turns; return the candidates, fastest first.
+    watch: Watch,
+) -> Trial:
+    """Generate with each candidate and by plain decoding, in turns.
 
     All warm up on all prompts. After the first timed turn only the fastest go on. `costs` were measured in such
     batches.
     """
-    reference = _Arm(PLAIN, plain, [[] for _ in prompts])
-    arms = [
-        _Arm(name, plain.drafting(each.draft, _control(each, costs, asked)), [[] for _ in prompts])
-        for name, each in candidates.items()
-    ]
-    kept = min(len(arms), _KEPT)
-    progress.begin(len(prompts) * ((_WARM_UPS + 1) * (1 + len(arms)) + (asked.repeats - 1) * (1 + kept)))
-    going = arms
-    for turn in range(-_WARM_UPS, asked.repeats):
-        for number, prompt in enumerate(prompts):
-            for arm in beginning_with([reference, *going], turn + number):
-                progress.step(f"confirming {arm.name} at temperature {temperature:g}")
-                stats = _generated(arm.spec, prompt, temperature, asked, asked.seed + number)
-                if turn >= 0:
-                    arm.turns[number].append(stats)
-        if turn == 0:
-            going = sorted(arms, key=lambda arm: sum(arm.seconds(1)))[:_KEPT]
-    return sorted((arm.beside(reference) for arm in arms), key=lambda each: each.speedup.value, reverse=True)
+    arms = [OwnArm(ArmSpec("plain"), plain)]
+    for each in candidates.values():
+        spec = ArmSpec("draft", draft_name(each.draft), nodes=each.nodes, content=content(each.draft))
+        arms.append(OwnArm(spec, plain.drafting(each.draft, _control(each, costs, asked))))
+    cell, kept = cell_of(prompts, temperature, asked), min(len(candidates), _KEPT)
+    watch.begin(len(prompts) * ((_WARM_UPS + 1) * len(arms) + (asked.repeats - 1) * (1 + kept)))
+    tick = partial(watch.step, f"confirming drafts, {cell.decoding}")
+    runs = measure(plain.model, cell, arms, prompts, 1, _WARM_UPS, tick, seed=asked.seed)
+    going = [runs[0], *sorted(runs[1:], key=lambda run: sum(seconds(run, 1)))[:_KEPT]]
+    seed = asked.seed + len(prompts)
+    going_on = [run.arm for run in going]
+    for run, more in zip(
+        going, measure(plain.model, cell, going_on, prompts, asked.repeats - 1, 0, tick, seed=seed), strict=True
+    ):
+        run.calls += more.calls
+    confirmed = [beside(runs[0], run, name) for name, run in zip(candidates, runs[1:], strict=True)]
+    return Trial(cell, prompts, runs, sorted(confirmed, key=lambda each: each.speedup.value, reverse=True))
 
 
-def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> CostAware:
+def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> Control:
     return CostAware(candidate.levels(asked.longest_draft), costs_of(candidate, costs), candidate.nodes)
 
 
-def batches(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[dict[str, Any]]:
-    """Return prompts, `[1, prompt]` each, in batches as keywords of a generation: left-padded ids, and their mask.
-
-    A batch has `rows`, and all together at least `texts`. Where prompts do not fill the last batch they come again,
-    each a token shorter than before: rows that are the same would stay in step, as those of a real batch do not.
-    """
-    grouped = []
-    for start in range(0, max(len(prompts), texts), rows):
-        group = []
-        for times, number in (divmod(row, len(prompts)) for row in range(start, start + rows)):
-            prompt = prompts[number]
-            group.append(prompt[:, : max(1, prompt.shape[1] - times)])
-        padded = Prompts.padded(group)
-        grouped.append({"input_ids": padded.ids, "attention_mask": padded.mask})
-    return grouped
+def cell_of(prompts: Sequence[Prompts], temperature: float, asked: Measurements) -> Cell:
+    """Return the conditions of a trial, in which nothing but the settings ends a text."""
+    first, longest = prompts[0], max(each.ids.shape[1] for each in prompts)
+    return Cell("prompts", temperature, len(first.ids), longest, asked.max_new_tokens)
 
 
-def generation_options(temperature: float, asked: Measurements) -> dict[str, Any]:
-    """Return the keywords of a generation whose length nothing but the settings decides."""
-    sampled = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
-    return {"max_new_tokens": asked.max_new_tokens, "eos_token_id": None, "do_sample": temperature > 0, **sampled}
+def beside(plain: ArmRun, run: ArmRun, name: str) -> Confirmed:
+    """Compare a candidate with plain decoding in the turns that it took part in."""
+    turns = len(run.calls)
+    speedup = Estimate.of_ratio(seconds(plain, turns), seconds(run, turns))
+    if len(run.calls[0]) == 1:
+        # Over a single prompt nothing but its turns says how sure that is.
+        pairs = zip(plain.calls, run.calls, strict=False)
+        speedup = Estimate.of_median([one[0].seconds_a_token / other[0].seconds_a_token for one, other in pairs])
+    counted = [call.stats for calls in run.calls for call in calls if call.stats is not None]
+    judged, rounds = sum(each.judged for each in counted), sum(each.row_rounds for each in counted)
+    return Confirmed(
+        name=name,
+        speedup=speedup,
+        acceptance_rate=sum(each.accepted for each in counted) / judged if judged else None,
+        mean_accepted_length=sum(each.new_tokens for each in counted) / rounds,
+        turns=turns,
+    )
 
 
-def _generated(
-    spec: SelfSpeculative, prompt: Mapping[str, Any], temperature: float, asked: Measurements, seed: int
-) -> Stats:
-    # A prompt comes again in every turn, and would be drafted from what was written the last time.
-    spec.forget()
-    return spec.generate(**prompt, seed=seed, **generation_options(temperature, asked)).stats
-
-
-def _seconds(stats: Stats) -> float:
-    return sum(seconds for phase, seconds in stats.seconds.items() if phase != "prefill")
-
-
-def _seconds_a_token(stats: Stats) -> float:
-    return _seconds(stats) / stats.new_tokens
+def seconds(run: ArmRun, turns: int) -> list[float]:
+    """Return the seconds of a token by prompt, prefill apart: the median of the first turns."""
+    by_prompt = zip(*run.calls[:turns], strict=True)
+    return [statistics.median(call.seconds_a_token for call in calls) for calls in by_prompt]

@@ -18,11 +18,12 @@ from selfspec.measure.teacher_forced import (
     DraftPath,
     TeacherForcedFigures,
     expected_rounds,
+    is_judged_by_teacher_forcing,
     teacher_forced_figures,
 )
 from selfspec.measure.watch import Unwatched, Watch
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, RuntimeName, make_arm, usual_runtime_name
-from selfspec.tools.lab.drafts import content, is_judged_by_teacher_forcing, named_drafts
+from selfspec.tools.lab.drafts import content, named_drafts
 from selfspec.tools.lab.generations import arm_rows, run_of, turns_of
 from selfspec.tools.lab.prices import Prices, costs_run, find_costs
 from selfspec.tools.lab.runs import Row, Run, Runs
@@ -174,6 +175,8 @@ class _Studying:
         rule = content(self.studied.given.rules.get(study.accept) or find_rule(study.accept))
         how = {"accept": study.accept, "rule": rule, "runtime": str(self.runtime)}
         under = {**self._conditions(text), **named, **how, "draft_lengths": list(study.draft_lengths)}
+        # Each text has a seed of its own.
+        del under["seed"]
         return Run("generation", under, labels)
 
     def _conditions(self, text: Run) -> Row:
@@ -212,7 +215,7 @@ class _Studying:
         specs = plain, replace(like, content=self.drafts[arm["draft"]], lossless=studied.given.lossless(rule))
         prompts = [Prompts.of_one_length(prompt) for prompt in studied.prompts[text.labels["workload"]]]
         cell = self.cell(text)
-        of = {name: text.under[name] for name in ("weights", "setting", "dtype", "seed")}
+        of = {name: text.under[name] for name in ("weights", "setting", "dtype")}
         how = {"repeats": 1, "turns": turns_of(specs), "texts": text.key}
         named = [run_of(of, cell, prompts, spec, {"model": studied.name}, **how) for spec in specs]
         runs = [replace(run, labels={**run.labels, "arm": run.under["draft"] or "plain"}) for run in named]

@@ -158,7 +158,7 @@ def with_prompts(
         workload = workloads[cell.workload]
         if cell.context is None:
             prompts = workload.whole_prompts(writers[cell.chat, cell.max_new_tokens], max(number, cell.batch))
-            calls = _calls(cell, prompts)
+            calls = batched(prompts, cell.batch)
         else:
             made_alike = workload.prompts(checkpoint.tokenizer, number, cell.batch, cell.context)
             calls = [*map(Prompts.of_one_length, made_alike)]
@@ -167,11 +167,17 @@ def with_prompts(
     return made
 
 
-def _calls(cell: Cell, prompts: list[Tensor]) -> list[Prompts]:
-    # Where there are too few for a batch they come again.
-    prompts = [prompts[row % len(prompts)] for row in range(max(len(prompts), cell.batch))]
-    starts = range(0, len(prompts) - cell.batch + 1, cell.batch)
-    return [Prompts.padded(prompts[start : start + cell.batch]) for start in starts]
+def batched(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[Prompts]:
+    """Return prompts, `[1, tokens]` each, in batches of `rows`, all together at least `texts`.
+
+    Where prompts do not fill the last batch they come again, each a token shorter than before: rows that are the same
+    would stay in step, as those of a real batch do not.
+    """
+    made = []
+    for start in range(0, max(len(prompts), texts), rows):
+        places = (divmod(row, len(prompts)) for row in range(start, start + rows))
+        made.append(Prompts.padded([prompts[at][:, : max(1, prompts[at].shape[1] - times)] for times, at in places]))
+    return made
 
 
 ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft", "other"]
@@ -302,7 +308,7 @@ class OwnArm:
         rows = [row[:length] for row, length in zip(new, output.lengths, strict=True)]
         first_tokens = sum(len(row.tokens) for row in rounds[0].rows)
         shapes = Counter(DraftShape(max(len(row.draft) for row in each.rows), each.steps) for each in rounds)
-        return Call(rows, seconds, first_seconds, first_tokens, len(rounds), generation.stats, shapes)
+        return Call(rows, seconds, first_seconds, first_tokens, len(rounds), generation.stats, shapes, seed)
 
 
 class StockArm:
@@ -338,7 +344,7 @@ class StockArm:
             seconds = watch.read()
         ends = end_tokens(self._model) if cell.context is None else ()
         rows = [until_end(row, ends) for row in sequences[:, prompts.ids.shape[1] :].tolist()]
-        return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls)
+        return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls, seed=seed)
 
     def _help(self) -> dict[str, Any]:
         config = self._model.generation_config

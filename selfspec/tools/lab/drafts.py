@@ -22,7 +22,6 @@ from selfspec.accept import Rule, find_rule, rule_name
 from selfspec.architecture import Adapter
 from selfspec.control.profile import Profile
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
-from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import trained_exits
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
@@ -159,14 +158,6 @@ def columns_of(draft: Any) -> dict[str, Any]:
         part = "layer" if len(skipped) > 1 else ("attention", "MLP")[skipped[0].part]
         found |= {"layer": skipped[0].layer, "part": part}
     return found
-
-
-def is_judged_by_teacher_forcing(drafter: Drafter, adapter: Adapter, depth: int) -> bool:
-    """Return whether one reading of a text can judge many such drafts: those of exact layers that keep no states."""
-    if adapter.recurrent or adapter.publishes is not None:
-        return False
-    exact = isinstance(drafter, LayerPathDrafter) and drafter.runs_exact_layers(depth)
-    return exact and type(drafter).begin is LayerPathDrafter.begin
 
 
 def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) -> Iterator[str]:

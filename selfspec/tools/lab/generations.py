@@ -102,7 +102,7 @@ class Generations:
             around = {**environment(self.model.device), **asdict(busy.read())}
             costs = costs_of(self.model, cell, going, prompts) if "costs" in self.parts else [None] * len(going)
             wanted = {run.labels["arm"]: run for run in asked[cell]}
-            greedy = [[*call.rows] for call in results[0].calls[0]] if results[0].agreement else None
+            greedy = [[*call.rows] for call in results[0].calls[0]] if results[0].refused is not None else None
             for result, cost in zip(results, costs, strict=True):
                 about: Row = {}
                 if cell in weighed and self.place is not None and result.absence is None:
@@ -125,24 +125,16 @@ class Generations:
 
 
 def rows_of(
-    model: PreTrainedModel,
-    name: str,
-    arms: Sequence[Arm],
-    prompts: Sequence[Prompts],
-    found: Mapping[Cell, Sequence[ArmRun]],
+    model: PreTrainedModel, name: str, cell: Cell, prompts: Sequence[Prompts], results: Sequence[ArmRun]
 ) -> list[Row]:
-    """Return the rows of a race of a model's arms; greedy texts are compared with the first arm's."""
-    of, around, turns, rows = (
-        origin(model),
-        environment(model.device),
-        turns_of([arm.spec for arm in arms]),
-        list[Row](),
-    )
-    for cell, results in found.items():
-        expected = None if cell.sampled else [call.rows for call in results[0].calls[0]]
-        for result in results:
-            run = run_of(of, cell, prompts, result.arm.spec, {"model": name}, turns=turns)
-            rows += run.rows(arm_rows(result, prompts, expected=expected), around)
+    """Return the rows of a model's arms that took turns in a cell; greedy texts are compared with the first arm's."""
+    of, around, turns = origin(model), environment(model.device), turns_of([each.arm.spec for each in results])
+    expected = None if cell.sampled else [call.rows for call in results[0].calls[0]]
+    how = {"repeats": max(len(each.calls) for each in results), "parts": ["speed"], "turns": turns}
+    rows: list[Row] = []
+    for each in results:
+        run = run_of(of, cell, prompts, each.arm.spec, {"model": name}, **how)
+        rows += run.rows(arm_rows(each, prompts, expected=expected), around)
     return rows
 
 
@@ -168,7 +160,7 @@ def arm_rows(
     """
     if result.absence is not None:
         return [{"absence": result.absence}]
-    refused = result.agreement is not None and result.agreement.refused and result.arm.spec.lossless
+    refused = bool(result.refused) and result.arm.spec.lossless
     found: list[Row] = []
     for repeat, calls in enumerate(result.calls):
         for number, (asked, call) in enumerate(zip(prompts[: len(calls)], calls, strict=True)):
@@ -181,14 +173,14 @@ def arm_rows(
                         "repeat": repeat,
                         "call": number,
                         "row": row,
-                        "seed": repeat * len(prompts) + number,
+                        "seed": call.seed,
                         "prompt_tokens": len(prompt),
                         "new_tokens": len(text),
                         "token_ids": text,
                         "repeated_share": cycle_share(text),
                         **counted,
                         **({} if expected is None else {"equal": text == expected[number][row]}),
-                        **({} if result.agreement is None else {"refused": refused}),
+                        **({} if result.refused is None else {"refused": refused}),
                     }
                 )
                 if tokenizer is not None:

@@ -22,7 +22,7 @@ from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runt
 from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.generations import Generations, Part, latest
 from selfspec.tools.lab.report import provenances, require_packages, write_report
-from selfspec.tools.lab.runs import Row, Runs
+from selfspec.tools.lab.runs import Row, Runs, model_name
 from selfspec.tools.lab.study import Pricing, StudiedModel, Study
 from selfspec.tools.lab.table import doubts, summarise
 
@@ -203,7 +203,7 @@ def _named_models(model: PreTrainedModel | Mapping[str, PreTrainedModel]) -> dic
     """Return models by name: of a single one that of its folder or checkpoint, else that of its class."""
     if not isinstance(model, Mapping):
         check_module(model)
-        model = {Path(getattr(model, "name_or_path", "") or type(model).__name__).name: model}
+        model = {model_name(model): model}
     for each in model.values():
         check_module(each)
         check_causal(each)

@@ -54,8 +54,13 @@ class Run:
         return hashlib.sha256(written.encode()).hexdigest()[:20]
 
     def rows(self, found: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> list[Row]:
-        """Return the rows of a result, measured with what `around` says."""
+        """Return the rows of a result, measured with what `around` says.
+
+        A BenchError: a figure is called as one of the run's own columns, and would be taken for it.
+        """
         named = {_RUN: self.key, _MEASURED: self.measured, **around, **self.labels, **self.under}
+        if taken := sorted({*named, _NUMBER, _OF} & {name for each in found for name in each}):
+            raise BenchError(f"figures are called {', '.join(taken)}, as columns of the run are; give other names")
         return [{**named, _NUMBER: number, _OF: len(found), **each} for number, each in enumerate(found)]
 
 
@@ -155,6 +160,11 @@ class Runs:
             ) from None
         del row[CHECKSUM]
         return row
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """Return what to call a model that nobody named: its folder or checkpoint, else its class."""
+    return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
 
 
 def digest_of(rows: Sequence[Any]) -> str:

@@ -107,7 +107,10 @@ class Study:
         try:
             return cls(**declared)
         except ValidationError as wrong:
-            raise StudyError(f"{where}: {first_error(wrong)}") from None
+            first = wrong.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            said = ": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))
+            raise StudyError(f"{where}: {said}") from None
 
 
 def read_study(file: Path, changes: Mapping[str, Any] | None = None) -> Study:
@@ -190,10 +193,3 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
         check_context(model, found, study.max_new_tokens)
         prompts[each] = [prompt.long().to(model.device) for prompt in found]
     return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)
-
-
-def first_error(wrong: ValidationError) -> str:
-    """Say in one line which field is the first wrong one, and why."""
-    first = wrong.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return ": ".join(filter(None, [place, first["msg"].removeprefix("Value error, ")]))

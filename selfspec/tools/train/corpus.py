@@ -9,11 +9,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,13 +20,12 @@ from selfspec.errors import CorpusError, DraftConfigError, TrainingError
 from selfspec.files.json_text import DescribedTensors, write_described
 from selfspec.files.writing import write_sealed
 from selfspec.measure.own_text import own_text
-from selfspec.measure.prompts import Message
+from selfspec.measure.prompts import Message, json_lines
 from selfspec.measure.stock import end_tokens
 from selfspec.measure.summary import describe_config
 from selfspec.model.checkpoint import load_tokenizer, read_config
 from selfspec.tools.lab.arms import Prompts
 from selfspec.tools.lab.outputs import check_output_file
-from selfspec.tools.lab.study import first_error
 from selfspec.tools.train.recipe import Course, Texts
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.
@@ -35,6 +33,7 @@ _BATCH = 64
 # Texts that the model writes at once.
 _WRITTEN = 32
 _ABOUT = "own_text"
+_MESSAGE = ("role", "content")
 
 
 @dataclass(frozen=True)
@@ -112,20 +111,6 @@ class Conversation:
 
 
 Document = str | Conversation
-
-
-@dataclass(frozen=True)
-class _Message:
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A line of JSONL."""
-
-    text: str | None = None
-    messages: list[_Message] | None = None
 
 
 def identified(file: Path) -> dict[str, str]:
@@ -364,27 +349,20 @@ def _kept_text(kept: Path, length: int) -> Blocks:
 
 
 def _lines(file: Path, text: str) -> Iterator[Document]:
-    reader = TypeAdapter(_Record)
-    # Not `splitlines`: a JSON string may hold other line separators than this.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = reader.validate_json(line, strict=True)
-        except ValidationError as error:
-            reason = first_error(error)
+    for number, line in json_lines(text, file, CorpusError):
+        messages, said = line.get("messages"), line.get("text")
+        if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+            yield Conversation(tuple({name: each[name] for name in _MESSAGE} for each in messages))
+        elif isinstance(said, str) and not messages:
+            yield said
         else:
-            if record.messages:
-                yield Conversation(tuple(map(asdict, record.messages)))
-                continue
-            if record.text is not None:
-                yield record.text
-                continue
-            reason = "neither is there"
-        raise CorpusError(
-            f'line {number} of {file} is no JSON object with a string under "text" or a conversation under "messages" '
-            f"({reason})"
-        )
+            raise CorpusError(
+                f'line {number} of {file} has neither a string under "text" nor a conversation under "messages"'
+            )
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, dict) and all(isinstance(given.get(name), str) for name in _MESSAGE)
 
 
 def most_frequent(ids: Tensor, size: int, vocabulary: int) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.control.costs import Costs, forecast
 from selfspec.draft import EarlyExit
-from selfspec.measure.acceptance import ExitFigures
+from selfspec.measure.acceptance import Acceptance
 from selfspec.model.early_head import DraftHead
 from selfspec.model.sizes import share_read
 from selfspec.tools.train.corpus import Blocks
@@ -63,7 +63,7 @@ class ExitMeter:
             exit_layer: Costs(share_read(base, adapter, EarlyExit(exit_layer).path(depth), head))
             for exit_layer, head in heads.items()
         }
-        self._figures = {exit_layer: ExitFigures() for exit_layer in heads}
+        self._figures = {exit_layer: Acceptance() for exit_layer in heads}
 
     def add(self, full: Tensor, exit_layer: int, draft: Tensor) -> None:
         """Count logits of the full model and of an exit, `[positions, vocab]` both."""
@@ -73,7 +73,7 @@ class ExitMeter:
         """Return the figures, by name and exit."""
         named = {}
         for exit_layer, counted in self._figures.items():
-            named[f"agreement_{exit_layer}"] = counted.alpha(0.0)
-            named[f"alpha_{exit_layer}"] = counted.alpha()
-            named[f"speedup_{exit_layer}"] = forecast(counted.alpha(), self._costs[exit_layer]).speedup
+            named[f"agreement_{exit_layer}"] = counted.agreement
+            named[f"alpha_{exit_layer}"] = counted.alpha
+            named[f"speedup_{exit_layer}"] = forecast(counted.alpha, self._costs[exit_layer]).speedup
         return named

@@ -36,6 +36,7 @@ from selfspec.errors import DraftConfigError, ProfileError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation, continued
+from selfspec.measure.timing import Call
 from selfspec.measure.watch import Unwatched
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
@@ -54,8 +55,9 @@ from selfspec.tools.calibrate.candidates import (
     to_measure,
     with_own_vocabulary,
 )
-from selfspec.tools.calibrate.confirm import Confirmed, batches
+from selfspec.tools.calibrate.confirm import Confirmed
 from selfspec.tools.calibrate.measurements import Measurements
+from selfspec.tools.lab.arms import Cell, OwnArm, Prompts, batched
 
 
 @dataclass(frozen=True)
@@ -194,12 +196,13 @@ def _confirming(by_temperature: dict[float, list[Confirmed]], in_batches: dict[i
     """Confirms so in single rows, and so in batches of four rows or more."""
 
     def confirm(_: object, given: Any, costs: MeasuredCosts, grouped: Any, temperature: float, *__: object) -> Any:
-        rows = grouped[0]["input_ids"].shape[0]
+        rows = grouped[0].ids.shape[0]
         assert costs.batch == rows
         if rows < min(in_batches):
-            return by_temperature[temperature]
+            return SimpleNamespace(confirmed=by_temperature[temperature])
         (name,) = given
-        return [replace(by_temperature[temperature][0], name=name, speedup=known(in_batches[rows]))]
+        batch = replace(by_temperature[temperature][0], name=name, speedup=known(in_batches[rows]))
+        return SimpleNamespace(confirmed=[batch])
 
     return confirm
 
@@ -219,42 +222,43 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(monkeypatch: pytes
     costs = _costs(exit_1=0.1, exit_3=0.1)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
     candidates = to_confirm(predictions, paths_of(considered(4, None)))
-    names = iter(candidates)
-    # What drafts with a candidate is its name.
-    plain: Any = SimpleNamespace(drafting=lambda *given: next(names))
-    calls: list[tuple[str, int]] = []
+    plain: Any = SimpleNamespace(drafting=lambda *given: None, model=None)
+    seeds: list[int] = []
 
-    def generated(spec: Any, prompt: Any, temperature: float, asked: Measurements, seed: int) -> Stats:
-        name = "none" if spec is plain else spec
-        calls.append((name, seed))
+    def decode(arm: OwnArm, prompts: Prompts, cell: Cell, seed: int) -> Call:
+        seeds.append(seed)
         # A hiccup in one turn changes nothing.
-        hiccup = 9.0 if len(calls) == 40 else 0.0
-        return Stats(
-            rounds=5, row_rounds=5, new_tokens=10, seconds={"prefill": 50.0, "verify": 10 * planted[name] + hiccup}
-        )
+        seconds = 10 * planted[arm.spec.draft or "none"] + (9.0 if len(seeds) == 40 else 0.0)
+        return Call([[0] * 11], 50 + seconds, 50.0, 1, 5, Stats(rounds=5, row_rounds=5, new_tokens=11), seed=seed)
 
-    monkeypatch.setattr(confirming, "_generated", generated)
-    prompts = batches([tiny.prompt(4), tiny.prompt(6)], 1)
-    confirmed = confirming.confirm(plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3), Unwatched())
+    monkeypatch.setattr(OwnArm, "decode", decode)
+    prompts = batched([tiny.prompt(4), tiny.prompt(6)], 1)
+    trial = confirming.confirm(
+        plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3, seed=7), Unwatched()
+    )
+    confirmed = trial.confirmed
     assert confirmed[0].name == "exit:1"
     assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
         {name: 1 / seconds for name, seconds in planted.items() if name != "none"}
     )
     turns = {"exit:1": 3, "lookup+exit:1": 3, "lookup+exit:3": 3, "lookup": 1, "exit:3": 1}
     assert {each.name: each.turns for each in confirmed} == turns
-    assert {seed for _, seed in calls} == {0, 1}
+    # Each turn has draws of its own, after two untimed ones.
+    timed = [[call.seed for calls in run.calls for call in calls] for run in trial.runs]
+    assert timed[0] == [*range(7, 13)]
+    assert timed[1] == [7, 8]
 
 
 def test_batches_are_filled_up_and_padded_on_the_left() -> None:
     prompts = [tiny.prompt(2), tiny.prompt(4, seed=1), tiny.prompt(3, seed=2)]
-    first, second = batches(prompts, 2)
-    assert first["input_ids"][0].tolist() == [0, 0, *prompts[0][0].tolist()]
-    assert first["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    assert second["input_ids"][1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
-    assert second["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-    more = batches(prompts, 2, texts=5)
+    first, second = batched(prompts, 2)
+    assert first.ids[0].tolist() == [0, 0, *prompts[0][0].tolist()]
+    assert first.mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert second.ids[1].tolist() == [0, 0, *prompts[0][0, :1].tolist()]
+    assert second.mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    more = batched(prompts, 2, texts=5)
     assert len(more) == 3
-    assert more[2]["input_ids"].tolist() == [prompts[1][0, :3].tolist(), [0, *prompts[2][0, :2].tolist()]]
+    assert more[2].ids.tolist() == [prompts[1][0, :3].tolist(), [0, *prompts[2][0, :2].tolist()]]
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +281,7 @@ def test_a_calibration_reports_all_it_measured(model: PreTrainedModel) -> None:
         kind = found.report[name]
         assert kind["temperature"] == chosen.temperature == temperature
         assert set(kind["acceptance"]) == set(kind["predictions"]) == {"exit:3", "int8", "int4"}
-        assert kind["acceptance"]["exit:3"]["positions"] == SETTINGS.max_new_tokens
+        assert kind["acceptance"]["exit:3"]["n"] == 1
         assert "lookup" in {each["name"] for each in kind["confirmed"]}
         sure = [each for each in kind["confirmed"] if each["speedup"]["low"] > 1]
         label = chosen.draft if chosen.nodes is None else f"{chosen.draft}, {chosen.nodes} nodes"
@@ -455,8 +459,9 @@ def test_what_is_chosen_is_read_from_the_file_beside_the_profile(
     model, file = _writing_few().float(), tmp_path / "vocabulary.json"
     name = f"int8+vocab:{file}"
 
-    def confirm(base: Any, candidates: dict[str, Any], *others: Any) -> list[Confirmed]:
-        return [Confirmed(name, Estimate(1.5, 1.5, 1.5), 0.9, 2.0, 1)] if name in candidates else []
+    def confirm(base: Any, candidates: dict[str, Any], *others: Any) -> Any:
+        won = [Confirmed(name, Estimate(1.5, 1.5, 1.5), 0.9, 2.0, 1)] if name in candidates else []
+        return SimpleNamespace(confirmed=won)
 
     def worth(predictions: Any, drafters: dict[str, Drafter], *others: Any) -> dict[str, Any]:
         return {name: Candidate(drafters[name])}

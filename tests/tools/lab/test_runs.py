@@ -53,6 +53,12 @@ def test_what_is_kept_is_read_again_and_not_done_again(tmp_path: Path) -> None:
     assert len({Run("costs", {"a": 1}).key, Run("text", {"a": 1}).key, Run("costs", {"a": 2}).key}) == 3
 
 
+@pytest.mark.parametrize("name", ["draft", "model", "torch", "run", "number"])
+def test_no_figure_is_called_as_what_it_was_measured_under(name: str) -> None:
+    with pytest.raises(BenchError, match=f"called {name}, as columns of the run"):
+        Run("costs", {"draft": "exit:0"}, {"model": "m"}).rows([{"value": 1, name: 2}], {"torch": "2"})
+
+
 def test_of_one_thing_the_latest_counts_where_the_first_was() -> None:
     runs = Runs(None)
     for number, run in enumerate((RUNS[0], RUNS[1], RUNS[0])):

@@ -238,7 +238,8 @@ def test_every_column_is_defined() -> None:
 
 
 def test_a_folder_of_runs_is_a_table(tmp_path: Path) -> None:
-    Runs(tmp_path).keep(Run("generation", {"draft": "exit:2"}).rows([text_row("draft", 0, "exit:2")], {}))
+    figures = {name: value for name, value in text_row("draft", 0, "exit:2").items() if name not in ("run", "measured")}
+    Runs(tmp_path).keep(Run("generation", {}).rows([figures], {}))
     for place in (tmp_path, tmp_path / FILE):
         assert read_table(place)["draft"].tolist() == ["exit:2"]
     with pytest.raises(StudyError, match="is no table"):

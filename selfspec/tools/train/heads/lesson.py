@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.draft.heads.head import Fusion
 from selfspec.files.writing import write_json
-from selfspec.measure.acceptance import ExitFigures, Readout
+from selfspec.measure.acceptance import Acceptance, Readout
 from selfspec.model.gated_view import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
@@ -111,7 +111,7 @@ class HeadLesson(Lesson):
 
     def evaluate(self) -> dict[str, float]:
         steps = self._recipe.depth
-        figures = [ExitFigures() for _ in range(steps)]
+        figures = [Acceptance() for _ in range(steps)]
         accepted = begun = 0
         for batch in self.measured():
             seen, wanted = self._read(batch)
@@ -127,8 +127,8 @@ class HeadLesson(Lesson):
             for number in range(steps):
                 alive = alive & right[number][:, number : number + alive.shape[1]]
                 accepted += int(alive.sum())
-        named = {f"agreement_{number + 1}": each.alpha(0.0) for number, each in enumerate(figures)}
-        named |= {f"alpha_{number + 1}": each.alpha() for number, each in enumerate(figures)}
+        named = {f"agreement_{number + 1}": each.agreement for number, each in enumerate(figures)}
+        named |= {f"alpha_{number + 1}": each.alpha for number, each in enumerate(figures)}
         return {**named, "accepted_greedily": accepted / max(begun, 1)}
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
