@@ -6,8 +6,8 @@
         --tokens 1800 --again 150
 
 With `--again` each text begins again where it ends, and what comes again is judged: a draft has to look far back.
-Nothing is generated. Each draft reads the first tokens of the texts by its own path, keys and values included, so in
-fewer bits its context is a little worse than in a generation, where it is the target's own.
+Nothing is generated. A draft in fewer bits reads the texts by its own path, keys and values included, so its context is
+a little worse than in a generation, where it is the target's own.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from harness import keep, prompts_of
 from rich.progress import track
-from torch import Tensor
-from transformers.utils import logging
 
 import selfspec
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
-from selfspec.measure.acceptance import TEMPERATURES, teacher_forced
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import model_place
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
+from selfspec.measure.teacher_forced import acceptance_rate, first_steps
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.report import markdown_table
+
+RATES = {"agreement": 0.0, "1 - TV at 0.8": 0.8, "1 - TV at 1": 1.0}
 
 
 def main() -> None:
@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="acceptance", help="of the results")
     options = parser.parse_args()
-    logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     settings = {name: getattr(options, name) for name in ("number", "tokens", "again", "weights", "threads")}
     models: dict[str, dict[str, Any]] = {}
@@ -66,29 +65,29 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     else:
         model = load_checkpoint(folder, "float32", "cpu").model
     texts = prompts_of(options.texts, load_tokenizer(folder), options.number, options.tokens)
-    judged: list[Tensor | Continuation] = [*texts]
-    if options.again:
-        judged = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt=options.tokens) for ids in texts]
+    prompt = options.tokens if options.again else 1
+    judged = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt) for ids in texts]
     drafts = {name: parse_draft(name) for name in options.draft}
     paths = {name: draft for name, draft in drafts.items() if isinstance(draft, LayerPathDrafter)}
     if paths.keys() != drafts.keys():
         raise SystemExit(f"no path of the model: {', '.join(drafts.keys() - paths.keys())}")
-    found = teacher_forced(model, find_adapter(model), paths, judged, TEMPERATURES)
-    rates = {"agreement": 0.0, **{f"1 - TV at {heat:g}": heat for heat in TEMPERATURES}}
-    return {name: {rate: each.alpha(at).to_dict() for rate, at in rates.items()} for name, each in found.items()}
+    found: dict[str, dict[str, Any]] = {name: {} for name in paths}
+    for rate, temperature in RATES.items():
+        for name, figures in first_steps(model, find_adapter(model), paths, judged, temperature).items():
+            found[name][rate] = acceptance_rate(figures).to_dict()
+    return found
 
 
 def _report(record: dict[str, Any]) -> str:
     settings = record["settings"]
     again = f", whose first {settings['again']} come again and alone are judged" if settings.get("again") else ""
-    columns = ["agreement", *(f"1 - TV at {heat:g}" for heat in TEMPERATURES)]
     rows = [
-        [model, draft, *(Estimate(**figures[name]).shown(3) for name in columns)]
+        [model, draft, *(Estimate(**figures[name]).shown(3) for name in RATES)]
         for model, drafts in record["models"].items()
         for draft, figures in drafts.items()
     ]
     said = f"On {settings['number']} held-out texts of {settings['tokens']} tokens{again}, 95 % intervals over texts."
-    return f"{said}\n\n{markdown_table(['model', 'draft', *columns], rows)}\n"
+    return f"{said}\n\n{markdown_table(['model', 'draft', *RATES], rows)}\n"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -104,15 +104,16 @@ class JsonWorker:
 
 
 @dataclass
-class LlamaCpp:
-    """An arm that decodes by a worker of `llama_cpp_worker.py`."""
+class WorkerArm:
+    """An arm that decodes in a worker's process; `asked` is a part of every job."""
 
     spec: ArmSpec
     worker: JsonWorker
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def over(cls, name: str, file: Path, python: str, threads: int, context: int) -> LlamaCpp:
-        """Start a worker over a GGUF file, with room for `context` tokens; it has read the file when this returns."""
+    def llama_cpp(cls, name: str, file: Path, python: str, threads: int, context: int) -> WorkerArm:
+        """Start llama.cpp over a GGUF file, with room for `context` tokens; it has read the file when this returns."""
         worker = JsonWorker([python, "-P", HERE / "llama_cpp_worker.py", file, threads, context])
         print(f"{name}: {worker.read()['system']}")
         return cls(ArmSpec("other", name, lossless=False), worker)
@@ -123,6 +124,6 @@ class LlamaCpp:
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         (ids,) = prompts.rows
         job = {"ids": ids, "tokens": cell.max_new_tokens, "temperature": cell.temperature, "seed": seed}
-        told = self.worker.ask(job)
-        text, whole = told["text"], told["whole"]
-        return Call([text], whole, whole - told["seconds"], 1, len(text))
+        told = self.worker.ask({**job, **self.asked})
+        text, whole, first = told["text"], told["whole"], told.get("first", 1)
+        return Call([text], whole, whole - told["seconds"], first, told.get("passes", len(text)), seed=seed)

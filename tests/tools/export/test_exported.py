@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from assisted_rounds import assisted
+from other_engines import assisted
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
