@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from selfspec.tools.lab.runs import Row
     from selfspec.tools.lab.turns import ArmRun
 
-# Look-ups and candidates alone, the exit that the embedded model was taught, and what needs no training.
-_DRAFTS = ("lookup", "recycle", "exit:4", "int8")
+# Look-ups alone, the exit that the embedded model was taught, and what needs no training.
+_DRAFTS = ("lookup", "exit:4", "int8")
 # Turns that should fit, and what one takes in each cell, in texts by plain decoding: enough for an interval.
 _TURNS, _TEXTS_A_TURN = 5, 5
 _FEWEST, _MOST = 24, 64
@@ -46,6 +46,7 @@ _SPEED = "whole_speedup_over_generate"
 _NEXT = (
     "  selfspec MODEL             # what it can do here, which draft, what that gains",
     '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
+    "  selfspec pack MODEL --to FOLDER   # a bfloat16 model in 3/4 of its memory",
     "  selfspec calibrate MODEL   # which draft is the fastest here? for --draft auto",
     "  selfspec verify MODEL      # is the output the model's own here?",
 )
@@ -87,6 +88,7 @@ class Demonstrated:
         arms: each way to decode, greedily and sampled, by columns of the lab's table (docs/columns.md).
         texts: `prompt` and `text`, the greedy one.
         cores: that this process may use, and how many of them were free.
+        weight_bytes: of the weights as they are, and in planes, `packed_bytes`; None: no kernels multiply by these.
     """
 
     settings: dict[str, Any]
@@ -98,6 +100,8 @@ class Demonstrated:
     seconds: float
     cores: SpareCores
     cpu_kernels: bool
+    weight_bytes: int
+    packed_bytes: int | None
 
 
 def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
@@ -114,6 +118,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
 
         import torch
 
+        from selfspec.api import load
         from selfspec.kernels import native
         from selfspec.measure.checkpoint import load_checkpoint
         from selfspec.measure.embedded import PROMPTS
@@ -130,7 +135,10 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     drafts = list(dict.fromkeys((*_DRAFTS, draft)))
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", each) for each in drafts)]
     arms = [make_arm(spec, model) for spec in specs]
-    drafting = 2 + drafts.index(draft)
+    drafting, packed = 2 + drafts.index(draft), None
+    if native.available() and model.device.type == "cpu":
+        packed = load(model_place(DEMO), weights="planes", dtype="float32", draft=False)
+        arms.append(OwnArm(ArmSpec("other", "planes"), packed))
 
     screen = DemoScreen(quiet=output == "json")
     screen.say(_about(spare, model.device), "")
@@ -143,7 +151,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     # Until there is a result each arm decodes an untimed text, and one in each cell.
     all_drafts = runs.max_new_tokens is not None or 3 * len(arms) * new * token_seconds <= left
     if not all_drafts:
-        specs, arms, drafting = [*specs[:2], specs[drafting]], [*arms[:2], arms[drafting]], 2
+        arms, drafting = [*arms[:2], arms[drafting], *arms[len(specs) :]], 2
     greedy, sampled = (Cell(DEMO, temperature, 1, longest, new) for temperature in (0.0, runs.temperature))
     screen.say(f"Now {len(arms)} ways to decode, in turns, on {len(prompts)} such texts of {new} tokens ...", "")
     with progress_bar("measuring") as bar:
@@ -177,10 +185,12 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         seconds=time.perf_counter() - started,
         cores=spare,
         cpu_kernels=native.available(),
+        weight_bytes=_bytes(model),
+        packed_bytes=None if packed is None else _bytes(packed.model),
     )
     if output == "text":
         screen.say(result.headline, style="bold")
-        screen.say(_details(headed, runs.temperature), "")
+        screen.say(_details(headed, runs.temperature), *_memory(result), "")
         screen.show_table(pairs, headed, runs.temperature)
         screen.say("", *_notes(result, all_drafts, on_cpu=model.device.type == "cpu"))
         screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
@@ -189,6 +199,18 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         message = f"greedy tokens of {', '.join(differing)} differ from the model's own; please report this as a bug"
         raise FailedRunError(TokensDifferError(message), result)
     return result
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+def _memory(result: Demonstrated) -> list[str]:
+    """Say what the weights take, and what the same bits of them take in planes."""
+    if result.packed_bytes is None:
+        return []
+    whole, packed = (each / 1e6 for each in (result.weight_bytes, result.packed_bytes))
+    return [f"planes: weights of {packed:.0f} MB in place of {whole:.0f} MB, not one bit changed"]
 
 
 def _calls(run: ArmRun) -> list[Call]:
@@ -205,7 +227,7 @@ def _line(run: ArmRun, cell: Cell, stock: ArmRun) -> Row:
 
     calls, firsts = _calls(run), _calls(stock)
     pairs = [*zip(calls, firsts, strict=True)]
-    ratios = [own.tokens / own.seconds * first.seconds / first.tokens for own, first in pairs]
+    ratios = [own.tokens * first.seconds / (own.seconds * first.tokens) for own, first in pairs]
     behind = [(each.tokens - each.first_tokens) / max(each.seconds - each.first_seconds, 1e-9) for each in calls]
     equal = {} if cell.sampled else {"equal": statistics.fmean(own.rows == first.rows for own, first in pairs)}
     return {
@@ -357,7 +379,7 @@ def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
         notes += [
             "exit:4 needs a model that was trained to exit early, as this one was. The other",
             "drafts need no training: int8 is the model's own weights in 8 bits, lookup",
-            "copies from the text, recycle tries what earlier passes nearly chose.",
+            "copies from the text. planes is plain decoding over the same weights in 12 bits.",
         ]
     else:
         notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")

@@ -186,18 +186,19 @@ def _stacked(experts: Sequence[Packed]) -> Packed:
 
 
 def bits_of(weight: Tensor) -> Tensor:
-    """Return the bits of bfloat16 numbers, in int32. UnsupportedWeightError: the weight has more."""
+    """Return the bits of bfloat16 numbers, in int16. UnsupportedWeightError: the weight has more."""
     if weight.dtype == torch.bfloat16:
-        return weight.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+        return weight.contiguous().view(torch.int16)
     if weight.dtype == torch.float64 and torch.equal(weight.float().double(), weight):
         weight = weight.float()
     if weight.dtype != torch.float32:
         why = ", of which planes would save no bit; load it without packing" if weight.dtype == torch.float16 else ""
         raise UnsupportedWeightError(f"in {weight.dtype}{why}")
-    bits = weight.contiguous().view(torch.int32)
-    if (bits & 0xFFFF).any():
+    lower, upper = weight.contiguous().view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
+    if lower.any():
         raise UnsupportedWeightError("in float32, with more bits than bfloat16")
-    return bits >> 16 & 0xFFFF
+    bits: Tensor = upper.contiguous()
+    return bits
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _split(bits: Tensor) -> _Parts:
     escaped = ((codes < 1) | (codes > _CODES)) & (bits & 0x7FFF != 0)
     codes = torch.where((codes < 1) | escaped, 0, codes)
     places = escaped.nonzero()
-    escapes = places[:, 1] << 16 | bits[escaped]
+    escapes = places[:, 1] << 16 | bits[escaped].long() & 0xFFFF
     lower = (bits & 15).unflatten(1, (-1, 2, 32))
     return _Parts(
         (bits >> 8 & 0x80 | codes << 3 | bits >> 4 & 7).to(torch.uint8),

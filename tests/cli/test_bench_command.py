@@ -22,6 +22,7 @@ from helpers.snippets import Invoke, Said, tight_budget
 from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
 from selfspec.cli.demo import headline
 from selfspec.control.profile import VARIABLE
+from selfspec.kernels import native
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
 from selfspec.measure.timing import Call, peak_memory
@@ -237,7 +238,7 @@ def test_json(said: Said) -> None:
     assert found["identical"]
     assert [text["prompt"] for text in found["texts"]] == list(PROMPTS[:1])
     assert all(text["text"].startswith(text["prompt"]) for text in found["texts"])
-    names = ["model.generate", "plain", "lookup", "recycle", "exit:4", "int8", "exit:3"]
+    names = ["model.generate", "plain", "lookup", "exit:4", "int8", "exit:3", *["planes"] * native.available()]
     assert [(arm["arm"], arm["temperature"]) for arm in found["arms"]] == [*product(names, (0, 0.8))]
     assert all(arm["tokens_per_second"] > 0 for arm in found["arms"])
     assert found["arms"][0]["whole_speedup_over_generate"] == 1
@@ -249,13 +250,14 @@ def test_text_of_a_single_turn_has_no_interval(invoke: Invoke) -> None:
     ending = invoke(*QUICK_DEMO_COMMAND)
     assert (ending.status, ending.stderr) == (0, "")
     assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
-    first, _, last = ending.stdout.partition("Now 7 ways to decode")
+    first, _, last = ending.stdout.partition(f"Now {6 + native.available()} ways to decode")
     assert "def get_db():" in first
     assert first.count("|") > 1
     headed, table = last.split("\n\n")[1:3]
     assert "model.generate" in headed.splitlines()[0]
     assert "identical text" in headed.splitlines()[0]
-    assert len(table.splitlines()) == 8
+    assert len(table.splitlines()) == 7 + native.available()
+    assert ("15 MB in place of 40 MB, not one bit changed" in headed) == native.available()
     assert "One turn: too few for intervals" in ending.stdout
     assert "(" not in headed + table
     assert "selfspec generate MODEL --draft lookup+int8" in last
