@@ -26,7 +26,7 @@ from selfspec.formats import int4, int8, rounding
 from selfspec.formats.rounding import Kernels
 from selfspec.kernels import native
 from selfspec.runtime import CudaGraphs, Runtime, cuda_graphs, few_rows
-from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
+from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording, SharedPlaces
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.pass_function import PassFunction, PassTensors
 from selfspec.runtime.runtime import Function
@@ -90,7 +90,7 @@ class Operations(TorchDispatchMode):
 
 class StandInRecorder(Recorder):
     def __init__(self) -> None:
-        self.captured = 0
+        self.captured, self.places = 0, SharedPlaces()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
