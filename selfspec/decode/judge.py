@@ -28,7 +28,9 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         group.error = None
     # Rows whose processors have memory are judged by group, place by place; all others together, all places at once.
     if not batch.sampling.in_order:
-        return _settled(batch, draft, _accepted(batch, draft, logits, rule))
+        asked = _asked(batch, draft, rule)
+        accepted = _repeated(batch, draft, logits, rule, asked) if batch.runner.captures else None
+        return _settled(batch, draft, accepted or _kept(batch, draft, logits, _judged(asked, rule, draft, logits)))
     in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     together = [index for index in range(len(batch.groups)) if index not in in_order]
     found: dict[int, RowVerdict] = {}
@@ -37,10 +39,7 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         part = batch.part(groups)
         rows = to_device(part.rows, logits.device)
         own, own_logits = draft.of_rows(part.rows), logits[rows]
-        if groups is together:
-            verdict = _settled(part.batch, own, _accepted(part.batch, own, own_logits, rule))
-        else:
-            verdict = _judge_group(part.batch, own, own_logits, rule)
+        verdict = (judge if groups is together else _judge_group)(part.batch, own, own_logits, rule)
         found |= {part.numbers[number]: row for number, row in verdict.rows.items()}
         last_tokens[rows] = verdict.last_tokens
     return Verdict(tuple(batch.running), {number: found[number] for number in sorted(found)}, last_tokens)
@@ -64,8 +63,28 @@ class _Lots:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """Holds what a judgement takes besides the draft and the target's logits."""
+
+    sampling: BatchSampling | AlikeSampling
+    decide: Callable[[Tensor], Tensor]  # `BatchSampling.decide` of p
+    lots: _Lots
+    judged: Tensor | None  # the nodes to judge, `[rows, nodes]`; None: all
+
+
+def _asked(batch: Batch, draft: Draft, rule: Rule) -> _Asked:
+    sampling, cursors, noise = batch.sampling, batch.cache.cursors, batch.noise
+
+    def decide(p: Tensor) -> Tensor:
+        return sampling.decide(p, cursors.positions(p.shape[1]) + 1, noise)
+
+    lots = _Lots.of(batch, rule, draft.length and len(draft.tree))
+    return _Asked(sampling, decide, lots, within(draft, batch.row_lengths(draft)))
+
+
+@dataclass(frozen=True)
 class _Judgement:
-    """Judges drafts that are alike, of rows that choose tokens alike: a function of tensors alone; see `_accepted`."""
+    """Judges drafts that are alike, of rows that choose tokens alike: a function of tensors alone; see `_repeated`."""
 
     sampling: AlikeSampling
     rule: Rule
@@ -75,12 +94,15 @@ class _Judgement:
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, last, tokens, *rest = tensors
-        # A capture knows these tables by their address.
-        self.held[:] = [tree_tables(self.tree, logits.device)]
+        # Captures know these tables by their address, and others may take their place in the cache.
+        tables = tree_tables(self.tree, logits.device)
+        if all(each is not tables for each in self.held):
+            self.held.append(tables)
         given = iter(rest)
         probs, judged, accept = (next(given) if each else None for each in self.has)
-        draft, lots = Draft(tokens, self.tree, probs), _Lots(accept, tuple(given))
-        return (_judged(self.sampling, lambda p: p, self.rule, draft, logits, lots, judged).columns(last, draft),)
+        draft = Draft(tokens, self.tree, probs)
+        asked = _Asked(self.sampling, lambda p: p, _Lots(accept, tuple(given)), judged)
+        return (_judged(asked, self.rule, draft, logits).columns(last, draft),)
 
 
 @dataclass(frozen=True)
@@ -107,23 +129,21 @@ class _Accepted:
     scores: JudgedScores | None = None
 
 
-def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accepted:
-    """Accept draft tokens at all places at once and draw the token after them, without waiting for the device."""
-    judged, lots = within(draft, batch.row_lengths(draft)), _Lots.of(batch, rule, draft.length and len(draft.tree))
-    alike = batch.sampling.alike()
+def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _Asked) -> _Accepted | None:
+    """Judge by a function that may be captured; None: rows choose tokens differently, or more is asked for."""
+    alike, lots = batch.sampling.alike(), asked.lots
     # A rule of another package may act differently each time.
-    if alike is not None and not batch.keeps_scores and type(rule).__module__.startswith("selfspec."):
-        some = (draft.probs, judged, lots.accept)
-        same = _Judgement(alike, rule, draft.tree, tuple(each is not None for each in some))
-        given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *lots.recover)
-        (columns,) = batch.runner.repeat(same, given)
-        return _Accepted(columns)
-    sampling, positions = batch.sampling, batch.cache.cursors.positions(logits.shape[1]) + 1
+    if alike is None or batch.keeps_scores or not type(rule).__module__.startswith("selfspec."):
+        return None
+    some = (draft.probs, asked.judged, lots.accept)
+    same = _Judgement(alike, rule, draft.tree, tuple(each is not None for each in some))
+    given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *lots.recover)
+    (columns,) = batch.runner.repeat(same, given)
+    return _Accepted(columns)
 
-    def decide(p: Tensor) -> Tensor:
-        return sampling.decide(p, positions, batch.noise)
 
-    found = _judged(sampling, decide, rule, draft, logits, lots, judged)
+def _kept(batch: Batch, draft: Draft, logits: Tensor, found: _Judged) -> _Accepted:
+    """Return what a judgement found, with the scores of the accepted path if they are asked for."""
     columns = found.columns(batch.last_tokens, draft)
     if not batch.keeps_scores:
         return _Accepted(columns)
@@ -131,45 +151,33 @@ def _accepted(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> _Accept
     return _Accepted(columns, JudgedScores(*(torch.take_along_dim(each, path, 1) for each in (found.scores, logits))))
 
 
-def _judged(
-    sampling: BatchSampling | AlikeSampling,
-    decide: Callable[[Tensor], Tensor],
-    rule: Rule,
-    draft: Draft,
-    logits: Tensor,
-    lots: _Lots,
-    judged: Tensor | None,
-) -> _Judged:
-    """Judge a draft by the target's own logits; `decide` and `judged` are as in `effective` and `accept`."""
+def _judged(asked: _Asked, rule: Rule, draft: Draft, logits: Tensor) -> _Judged:
+    """Accept draft tokens at all places at once and draw the token after them, without waiting for the device."""
+    sampling = asked.sampling
     scores = _scores(sampling, draft, logits)
     if not draft.length:
-        return _next(sampling, decide, logits, scores, lots)
+        return _next(asked, logits, scores)
     p = sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
     # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
-    seen = effective(sampling, decide, draft, p, finite)
-    if judged is not None:
-        seen = replace(seen, draft=ended(seen.draft, judged, seen.p))
-    place, token = accept(seen, logits, rule, lots, judged)
+    seen = effective(sampling, asked.decide, draft, p, finite)
+    if asked.judged is not None:
+        seen = replace(seen, draft=ended(seen.draft, asked.judged, seen.p))
+    place, token = accept(seen, logits, rule, asked.lots, asked.judged)
     return _Judged(place, token, finite.gather(1, place[:, None])[:, 0], seen.overlap, scores)
 
 
-def _next(
-    sampling: BatchSampling | AlikeSampling,
-    decide: Callable[[Tensor], Tensor],
-    logits: Tensor,
-    scores: Tensor,
-    lots: _Lots,
-) -> _Judged:
+def _next(asked: _Asked, logits: Tensor, scores: Tensor) -> _Judged:
     """Draw the next token of a round without a draft, in which the rule has nothing to judge."""
+    sampling = asked.sampling
     finite = sampling.legible(logits)
     if sampling.greedy:
         token = scores.argmax(-1)
     else:
         p = sampling.probabilities(scores)
         finite = finite & p.sum(-1).isfinite()
-        token = chosen(decide(p), lots.recover)
+        token = chosen(asked.decide(p), asked.lots.recover)
     none = torch.zeros_like(token[:, 0])
     return _Judged(none, token[:, 0], finite[:, 0], scores.new_empty(len(scores), 0), scores)
 

@@ -102,6 +102,11 @@ class ModelRunner:
         """Take draft steps in one go from the last committed tokens of a chain on; None: take them one by one."""
         return None
 
+    @property
+    def captures(self) -> bool:
+        """True if functions that come again may be computed in one launch; see `repeat`."""
+        return False
+
     def repeat(self, function: Function, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute a function of tensors; see `BoundPrograms.repeat`."""
         return function(tensors)
@@ -308,6 +313,10 @@ class RecordedRunner(ModelRunner):
             return None
         chain = self._programs.chain(self._kind(request, first), first, draws)
         return None if chain is None else Chain(chain.probs, self._read(chain.steps))
+
+    @property
+    def captures(self) -> bool:
+        return self._programs.runtime.captures
 
     def repeat(self, function: Function, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return function(tensors) if is_watched(tensors[0].device) else self._programs.repeat(function, tensors)

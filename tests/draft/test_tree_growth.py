@@ -203,7 +203,7 @@ def test_a_tree_ends_at_the_level_that_the_control_says(watched: Watched) -> Non
 
 def test_scores_that_are_not_finite_count_as_no_confidence() -> None:
     scores = torch.tensor([[[0.0, 2.0]], [[0.0, torch.nan]], [[-torch.inf, -torch.inf]]])
-    assert Confidences(scores)() == pytest.approx([1 / (1 + torch.tensor(-2.0).exp().item()), 0.0, 0.0])
+    assert Confidences.of(scores)() == pytest.approx([1 / (1 + torch.tensor(-2.0).exp().item()), 0.0, 0.0])
 
 
 def test_a_model_that_reads_chains_alone_is_refused_before_any_pass() -> None:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
         "accept": "arguments cache device draft errors",
         "control": "arguments cache draft device errors files kernels model process version",
         "placement": "architecture arguments cache control device draft errors files formats kernels model process",
-        "decode": "accept architecture arguments cache compat control device draft errors kernels model runtime",
+        "decode": "accept architecture arguments cache compat control device draft errors model runtime",
         "recipe": "accept control draft errors files version",
         "api": "accept architecture arguments control decode draft "
         "errors files model placement recipe runtime arguments",

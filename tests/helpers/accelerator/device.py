@@ -41,6 +41,8 @@ from helpers.accelerator.streams import (
     repointed,
     spoil,
 )
+from selfspec.accept.tree_paths import tree_tables
+from selfspec.draft.tree_growth import growth_of
 
 NAME = "standin"
 _ATEN = torch.ops.aten
@@ -416,6 +418,9 @@ def present() -> Iterator[Accelerator]:
     _registered()
     accelerator = Accelerator()
     _present[:] = [accelerator]
+    # Tables that are kept lie in the memory of another one.
+    for kept in (tree_tables, growth_of):
+        kept.cache_clear()
     # torch lists what makes tensors once, when a default device is first asked for: it must find its own functions.
     with torch.device("cpu"):
         torch.empty(0)
