@@ -256,7 +256,7 @@ class BatchSampling:
         return replace(draft, probs=probs)
 
     def draw(self, weights: Tensor, noise: Noise, purpose: Purpose, first: int = 0) -> Tensor:
-        """Return a token of each distribution, `[rows, places]`: decided, or drawn as in `Noise.draw`."""
+        """Return a token of each distribution, `[rows, places]`: decided, or drawn as in `noise.drawn`."""
         return chosen(weights, self.lots(noise, purpose, first, *weights.shape[1:]))
 
     def lots(self, noise: Noise, purpose: Purpose, first: int, count: int, vocabulary: int) -> tuple[Tensor, ...]:

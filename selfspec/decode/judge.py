@@ -107,7 +107,7 @@ class _Judgement:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What a judgement found, for each row."""
+    """Holds the accepted place of each row, the token after it, and the scores they come from."""
 
     place: Tensor  # of the deepest accepted node, `[rows]`
     token: Tensor  # from the residual, or the bonus token, `[rows]`; arbitrary where it is not finite
@@ -143,7 +143,7 @@ def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _As
 
 
 def _kept(batch: Batch, draft: Draft, logits: Tensor, found: _Judged) -> _Accepted:
-    """Return what a judgement found, with the scores of the accepted path if they are asked for."""
+    """Take the columns of a judgement, and the scores of the accepted path if they are asked for."""
     columns = found.columns(batch.last_tokens, draft)
     if not batch.keeps_scores:
         return _Accepted(columns)

@@ -99,13 +99,6 @@ class Noise:
         each = (purpose,) if vocabulary <= _LARGE else (purpose, purpose + len(Purpose))
         return tuple(self.uniform(number, first, count) for number in each)
 
-    def draw(self, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
-        """Draw one token from each distribution, `[rows, places]`, without waiting for the device.
-
-        `weights`, `[rows, places, vocab]`, need not sum to 1; a token is arbitrary if all are 0 or one is not finite.
-        """
-        return drawn(weights, self.lots(purpose, first, *weights.shape[1:]))
-
     def race(self, purpose: Purpose, first: int, lots: Tensor) -> Tensor:
         """Fill a tensor of a device with the lots of some places, `[rows, places, vocab]`, and return it."""
         places = np.arange(first, first + lots.shape[1])
@@ -139,7 +132,10 @@ class Noise:
 
 
 def drawn(weights: Tensor, lots: Sequence[Tensor]) -> Tensor:
-    """Draw a token from each distribution, `[rows, places]`, by what `Noise.lots` returns."""
+    """Draw a token from each distribution, `[rows, places]`, by what `Noise.lots` returns.
+
+    `weights`, `[rows, places, vocab]`, need not sum to 1; a token is arbitrary if all are 0 or one is not finite.
+    """
     if lots[0].dim() == weights.dim():
         return drawn_by_race(weights, *lots)
     return drawn_by_inversion(weights, *lots) if len(lots) == 1 else drawn_by_blocks(weights, *lots)

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.formats.format import Format
+from selfspec.formats.groups import AT_ONCE, SCALES
 from selfspec.formats.packed import KernelLinear, Operands, Packed, fixed
 from selfspec.kernels import native
 
-# Numbers of the scales' dtypes in `groups.h`; bytes are exponents, or rounded themselves.
-_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Numbers in `groups.h` of scales in bytes: exponents, or rounded themselves.
 _EXPONENTS, _ROUNDED = 3, 4
-# Inputs that kernels read at once divide groups.
-_AT_ONCE = 16
 _NAMED = 16
 # How many scales of NF4 are rounded together.
 _TOGETHER = 256
@@ -49,7 +47,7 @@ class CodedLinear(KernelLinear):
 
     @property
     def operands(self) -> Operands:
-        scale = _SCALES.get(self.scales.dtype, _ROUNDED if self.numbers.numel() > _NAMED else _EXPONENTS)
+        scale = SCALES.get(self.scales.dtype, _ROUNDED if self.numbers.numel() > _NAMED else _EXPONENTS)
         setting = self.kind | scale << 8 | self.inputs << 16 | self.outputs << 40
         numbers = self.numbers if self.numbers.numel() else None
         return Operands(self.codes, (self.scales, None, numbers), native.GROUPS, setting)
@@ -60,7 +58,7 @@ class CodedLinear(KernelLinear):
 
     @abstractmethod
     def named(self, codes: Tensor) -> Tensor:
-        """Return what the codes in bytes, `[rows, bytes]`, stand for, `[rows, in]` in float32."""
+        """Look codes up in bytes, `[rows, bytes]`; return their numbers, `[rows, in]` in float32."""
 
     def _scales(self, rows: Tensor) -> Tensor:
         scales = self.scales[rows]
@@ -127,7 +125,7 @@ class Coded(Format):
         return torch.empty(*shape[:-1], shape[-1] // self.inputs, dtype=torch.uint8, device=device)
 
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
-        return len(shape) >= 2 and self.inputs % _AT_ONCE == 0 and shape[-1] % self.inputs == 0
+        return len(shape) >= 2 and self.inputs % AT_ONCE == 0 and shape[-1] % self.inputs == 0
 
     def pack(self, weight: Tensor) -> Packed:
         raise RuntimeError("checkpoints of other libraries have such codes; none are made")

@@ -17,10 +17,12 @@ from selfspec.formats.format import Format
 from selfspec.formats.packed import KernelLinear, Operands, Packed, fixed
 from selfspec.kernels import native
 
-# Numbers of the scales' dtypes in `groups.h`.
-_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Inputs that kernels read at once divide groups.
-_AT_ONCE = 16
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers of the scales' dtypes in `groups.h`."""
+
+AT_ONCE = 16
+"""Inputs that kernels read at once: they divide groups."""
+
 _WORD = 32
 
 
@@ -35,7 +37,7 @@ class GroupsLinear(KernelLinear):
 
     @property
     def operands(self) -> Operands:
-        setting = self.bits | _SCALES[self.scales.dtype] << 8 | self.group_size << 16 | 1 << 40
+        setting = self.bits | SCALES[self.scales.dtype] << 8 | self.group_size << 16 | 1 << 40
         zeros = self.zeros if self.zeros.numel() else None
         return Operands(self.codes, (self.scales, zeros), native.GROUPS, setting)
 
@@ -96,7 +98,7 @@ class Groups(Format):
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
         # With zeros, weights by scales of more bits are rounded twice by the kernel.
         known = self.width in (4, 8) and (self.symmetric or self.scale in ("bfloat16", "float16"))
-        return known and len(shape) == 2 and self.group_size % _AT_ONCE == 0 and shape[1] % self.group_size == 0
+        return known and len(shape) == 2 and self.group_size % AT_ONCE == 0 and shape[1] % self.group_size == 0
 
     def pack(self, weight: Tensor) -> Packed:
         raise RuntimeError("checkpoints of other libraries have weights in groups; none are made")

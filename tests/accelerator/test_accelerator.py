@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,11 +20,12 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import published_heads, tiny
-from helpers.accelerator.device import Accelerator, present
+from helpers.accelerator.device import Accelerator, Counts, present
 from helpers.captures import ticking, wrapped
 from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
 from helpers.serving import assert_joining_rows_are_stock, small
 from selfspec.decode.generation import Limits
+from selfspec.decode.output import Round
 from selfspec.device import HostCopy, backend, to_device
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import UnsupportedOptionError
@@ -77,18 +79,30 @@ def prompts(accelerator: Accelerator, rows: int) -> Tensor:
     return tiny.prompt(4, rows, vocabulary=20).repeat(1, 3).to(accelerator.device)
 
 
+@dataclass(frozen=True)
+class CountedRound:
+    committed: Round
+    counts: Counts
+
+
+def counted_rounds(accelerator: Accelerator, generation: Iterator[Round]) -> Iterator[CountedRound]:
+    """Yield each round after the first with what it launched and waited for."""
+    next(generation)
+    while True:
+        with accelerator.counted() as counts:
+            committed = next(generation, None)
+        if committed is None:
+            return
+        yield CountedRound(committed, counts)
+
+
 def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, ids: Tensor, most: int = 1) -> None:
     """Check greedy text against the model's, and how often rounds wait, greedily and sampled."""
     expected = spec.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
     for options in (GREEDY, SAMPLED):
         generation = spec.stream(ids, torch.ones_like(ids), max_new_tokens=NEW, **options)
-        next(generation)
-        while True:
-            with accelerator.counted() as counts:
-                committed = next(generation, None)
-            if committed is None:
-                break
-            assert counts.waits <= most, counts.waited
+        for each in counted_rounds(accelerator, generation):
+            assert each.counts.waits <= most, each.counts.waited
         if options is GREEDY:
             assert torch.equal(generation.output().sequences, expected)
 
@@ -188,15 +202,10 @@ def test_a_sampled_round_launches_few_operations_outside_of_graphs(
     spec.programs = GraphCache(runtime, ticking())
     for _ in range(2):
         sampled = spec.generate(ids, **options).sequences
-    generation, found = spec.stream(ids, **options), dict[int, int]()
-    next(generation)
-    while True:
-        with accelerator.counted() as counts:
-            committed = next(generation, None)
-        if committed is None:
-            break
-        drafted = len(committed.rows[0].draft)
-        found[drafted] = max(found.get(drafted, 0), counts.launches)
+    found = dict[int, int]()
+    for each in counted_rounds(accelerator, spec.stream(ids, **options)):
+        drafted = len(each.committed.rows[0].draft)
+        found[drafted] = max(found.get(drafted, 0), each.counts.launches)
     assert max(found) == (0 if name == "none" else 7)
     # Shorter drafts came too seldom.
     assert found[max(found)] <= OPERATIONS[name], found

@@ -12,7 +12,7 @@ from scipy.stats import binomtest, kstest
 from torch import Tensor
 
 from helpers.joints import holm_rejects, p_value
-from selfspec.decode.noise import Noise, Purpose, drawn_by_blocks, drawn_by_inversion, drawn_by_race, race_noise
+from selfspec.decode.noise import Noise, Purpose, drawn, drawn_by_blocks, drawn_by_inversion, drawn_by_race, race_noise
 
 CPU = torch.device("cpu")
 SEEDS, ROUNDS, ROWS, PLACES = 40, 12, 6, 16
@@ -58,6 +58,10 @@ def test_no_number_comes_twice(numbers: Tensor) -> None:
     assert len(numbers.unique()) == numbers.numel()
 
 
+def by_lots(noise: Noise, weights: Tensor, purpose: Purpose, first: int = 0) -> Tensor:
+    return drawn(weights, noise.lots(purpose, first, *weights.shape[1:]))
+
+
 @pytest.mark.parametrize("running", [[0], [3], [0, 4], [1, 2, 3, 4]], ids=str)
 def test_a_row_has_the_same_noise_whatever_rows_are_beside_it(running: list[int]) -> None:
     whole, alone = Noise(7, range(5), CPU), Noise(7, running, CPU)
@@ -67,7 +71,7 @@ def test_a_row_has_the_same_noise_whatever_rows_are_beside_it(running: list[int]
         alone.begin_round()
         for purpose in Purpose:
             assert torch.equal(whole.uniform(purpose, 2, 9)[running], alone.uniform(purpose, 2, 9))
-            assert torch.equal(whole.draw(weights, purpose)[running], alone.draw(weights[running], purpose))
+            assert torch.equal(by_lots(whole, weights, purpose)[running], by_lots(alone, weights[running], purpose))
     left = whole.narrowed(running)
     for purpose in Purpose:
         assert torch.equal(left.uniform(purpose, 0, 4), alone.uniform(purpose, 0, 4))
@@ -82,14 +86,14 @@ def test_a_row_has_the_same_noise_whatever_rows_are_beside_it(running: list[int]
 @pytest.mark.parametrize("vocab", [40, 20_000])
 def test_a_place_has_the_same_noise_alone_and_in_a_block(vocab: int) -> None:
     noise, weights = Noise(1, range(3), CPU), torch.rand(3, 20, vocab, generator=torch.Generator().manual_seed(0))
-    block = noise.draw(weights, Purpose.DRAFT)
+    block = by_lots(noise, weights, Purpose.DRAFT)
     for place in range(20):
-        alone = noise.draw(weights[:, place : place + 1], Purpose.DRAFT, place)
+        alone = by_lots(noise, weights[:, place : place + 1], Purpose.DRAFT, place)
         assert torch.equal(alone, block[:, place : place + 1])
 
 
 def by_inversion(weights: Tensor, seed: int) -> Tensor:
-    return Noise(seed, range(weights.shape[0]), CPU).draw(weights, Purpose.RECOVER)
+    return by_lots(Noise(seed, range(weights.shape[0]), CPU), weights, Purpose.RECOVER)
 
 
 def by_race(weights: Tensor, seed: int) -> Tensor:

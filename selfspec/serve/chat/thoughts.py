@@ -9,7 +9,7 @@ import regex
 
 
 class Marks(NamedTuple):
-    """What models write before and behind thoughts; `lead`, before what they say, with or without thoughts.
+    """Names the marks before and behind thoughts; `lead`: marks before the answer, with or without thoughts.
 
     A template that holds `sign` is of such a model; "": the mark behind thoughts is.
     """

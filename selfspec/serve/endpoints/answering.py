@@ -243,7 +243,7 @@ def _seed(seed: int | None, index: int) -> int | None:
 
 
 def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Grammar | None) -> dict[str, Any]:
-    """Make what changes the scores of one answer."""
+    """Make the processors that change the scores of one answer."""
     made: list[LogitsProcessor] = []
     if request.logit_bias:
         made.append(LogitBias({int(token): float(value) for token, value in request.logit_bias.items()}))

@@ -65,7 +65,7 @@ class OllamaOptions(OllamaFields):
 
 
 class OllamaRequest(OllamaFields):
-    """What `/api/chat` and `/api/generate` share."""
+    """Holds the fields that `/api/chat` and `/api/generate` share."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "max_tokens": "num_predict",
@@ -271,7 +271,7 @@ def _written(line: Body) -> str:
 
 
 def _about(served: Served) -> Body:
-    """Say what is told of the model wherever it is named."""
+    """Return the details of the model that every listing has."""
     model = served.engine.spec.model
     family, count = model.config.model_type, model.num_parameters()
     size = f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.1f}M"
