@@ -336,7 +336,7 @@ def test_a_draft_that_is_judged_in_order_uses_the_same_noise(llama: PreTrainedMo
 def test_greedy_decoding_draws_nothing(
     llama: PreTrainedModel, draft: str, rule: str, memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("uniform", "draw", "choose"):
+    for name in ("uniform", "lots", "race", "choose", "exponentials"):
         monkeypatch.setattr(Noise, name, None)
     before = torch.random.get_rng_state()
     spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
