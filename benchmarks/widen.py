@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("model", help="folder of a small llama, or demo")
     parser.add_argument("--size", choices=[*SIZES, _OWN], default="134M", help="own: the small model's")
     parser.add_argument("--to", type=Path, required=True, help="folder of the new checkpoint")
-    parser.add_argument("--own-vocabulary", action="store_true", help="keep the small model's, e.g. for an assistant")
+    parser.add_argument("--own-vocabulary", action="store_true", help="keep the small model's")
     parser.add_argument("--device", default="cpu", help="where it is made")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of what is written")
     parser.add_argument("--prompt", default="def ", help="of the greedy text that is compared")

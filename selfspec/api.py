@@ -478,7 +478,6 @@ class SelfSpeculative:
         control = choice.control if self._draft_length is None else _control(self._draft_length)
         controller = self._controller(choice, control.begin_by_load)
         assert choice.draft is not None
-        choice.draft.check_joining()
         yields = control.yields_to_load and not isinstance(choice.draft, Predicted)
         return JoiningDraft(choice.draft, controller, yields, choice.most_rows)
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -159,13 +158,6 @@ _each("ReducedVocabulary.from_file", [*NO_PATHS, "nowhere"],
     lambda g, v: drafts.ReducedVocabulary.from_file(drafts.EarlyExit(2), v))
 _each("ExitHead.from_pretrained", [*NO_PATHS, "nowhere"], lambda g, v: drafts.ExitHead.from_pretrained(v))
 _each("LayerSkip.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.LayerSkip.from_file(v))
-_each("Assistant", [*NO_MODELS, True, b"x", "nowhere/at/all", "a\0b"], lambda g, v: drafts.Assistant(v))
-_each("Assistant adapter", [3, "llama", selfspec.Adapter], lambda g, v: drafts.Assistant(tiny.llama(), v))
-CALLS["Assistant itself"] = lambda g: selfspec.wrap(g.model, drafts.Assistant(g.model))
-CALLS["Assistant itself copied"] = lambda g: selfspec.wrap(g.model, drafts.Assistant(copy(g.model)))
-CALLS["Assistant itself first"] = lambda g: selfspec.wrap(
-    g.model, drafts.Cascade(drafts.PromptLookup(), drafts.Assistant(g.model))
-)
 _each("Cascade first", [*NO_DRAFTERS, drafts.EarlyExit(1)], lambda g, v: drafts.Cascade(v, drafts.EarlyExit(2)))
 _each("Cascade then", NO_DRAFTERS, lambda g, v: drafts.Cascade(drafts.PromptLookup(), v))
 CALLS["wrap weights"] = lambda g: selfspec.wrap(tiny.llama().to("meta"))
@@ -223,9 +215,6 @@ for name in ("max_rows", "cache_bytes", "prefill_tokens", "max_waiting"):
         _field(name, lambda g: partial(selfspec.Engine, selfspec.wrap(g.model))),
         *([None] if name == "cache_bytes" else []),
     )
-CALLS["Engine of an assistant"] = lambda g: selfspec.Engine(
-    selfspec.wrap(g.model, drafts.Assistant(tiny.llama(dtype=torch.float32)))
-)
 CALLS["Engine relaxed"] = lambda g: selfspec.Engine(selfspec.wrap(g.model, accept="relaxed-typical"))
 
 

@@ -25,7 +25,6 @@ class Source:
     def __init__(self, outputs: ModelOutput, mask: Tensor | None) -> None:
         self.outputs = outputs  # tensors of the encoder's output, `[rows, places, ...]` each
         self.mask = mask  # marks places that hold input, as the model's `forward` takes it; None: all
-        self.inputs: Tensor | None = None  # input of the encoder before rows were repeated; None: unknown
         self.text: list[list[int]] | None = None  # input tokens of each row, if they are tokens of the decoder, too
         self.cross = DynamicCache()  # keys and values of cross-attention, for the layers that have made them
         self._as_tensors: ReadSource | None = None

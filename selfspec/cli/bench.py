@@ -56,7 +56,6 @@ class ExtraArm(StrEnum):
     STATIC = "static"
     LOOK_UP = "lookup"
     EARLY_EXIT = "early-exit"
-    ASSISTANT = "assistant"
     DRAFT = "draft"
 
 
@@ -98,8 +97,8 @@ class Arms:
             metavar="ARM",
             help="An arm besides `model.generate` and selfspec plain; may be repeated. `static`: model.generate "
             "compiled, with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early exit, of each "
-            "--draft exit:E, and selfspec's of the same length; `assistant`: its `assistant_model`, of each --draft "
-            "assistant:FOLDER; `draft`: each --draft. Default: all, `static` on a GPU only.",
+            "--draft exit:E, and selfspec's of the same length; `draft`: each --draft. Default: all, `static` on a "
+            "GPU only.",
         ),
     ] = None
     draft: Annotated[
@@ -129,12 +128,12 @@ class Arms:
         from selfspec.accept import find_rule
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.tools.lab.arms import ASSISTANT, ArmSpec, RuntimeName, control_of, usual_runtime_name
+        from selfspec.tools.lab.arms import ArmSpec, RuntimeName, control_of, usual_runtime_name
 
         depth = model.prepare()
         device = find_device(model.device)
         third = max(depth // 3, 1)
-        kinds: set[str] = {"lookup", "early-exit", "assistant", "draft"} if self.arm is None else {*self.arm}
+        kinds: set[str] = {"lookup", "early-exit", "draft"} if self.arm is None else {*self.arm}
         if self.arm is None and device.type == "cuda":
             kinds.add("static")
         runtime = usual_runtime_name(device) if self.runtime is None else RuntimeName(self.runtime)
@@ -153,20 +152,15 @@ class Arms:
                 raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
         exits = [name for name, drafter in named.items() if isinstance(drafter, EarlyExit)]
         early = [ArmSpec("early-exit", name, self.draft_length or _EXIT_LENGTH) for name in exits]
-        assistants = [ArmSpec("assistant", name) for name in named if name.startswith(ASSISTANT)]
-        if ExtraArm.ASSISTANT in (self.arm or ()) and not assistants:
-            raise DraftConfigError("--arm assistant needs one to take: add --draft assistant:FOLDER")
         if ExtraArm.EARLY_EXIT in (self.arm or ()) and not early:
             raise DraftConfigError("--arm early-exit needs an exit to take: add --draft exit:E")
-        taken = (
-            list(named) if "draft" in kinds else [spec.draft for spec in (*early, *assistants) if spec.kind in kinds]
-        )
+        taken = list(named) if "draft" in kinds else [spec.draft for spec in early if spec.kind in kinds]
         for name in named if self.draft else ():
             if name not in taken:
                 raise DraftConfigError(f"--draft {name}: no --arm that is named takes it; add --arm draft")
         if "draft" not in kinds and (self.accept or self.nodes):
             raise DraftConfigError("--accept and --nodes are for drafts of selfspec; add --arm draft, or drop them")
-        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), *early, *assistants) if spec.kind in kinds]
+        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), *early) if spec.kind in kinds]
         drafting = []
         if "early-exit" in kinds:
             drafting += [replace(own, kind="draft", draft=spec.draft, length=spec.length) for spec in early]

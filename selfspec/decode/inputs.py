@@ -335,10 +335,9 @@ def read_source(
             raise unsupported(name)
     source = source_of(inputs["encoder_outputs"], inputs.get("attention_mask"))
     # If the caller passes encoder outputs, `transformers` puts negative ids in place of the encoder's input.
-    if read is not None and (read.is_floating_point() or not bool((read < 0).any())):
-        source.inputs = read
-        if read.ndim == 2 and not read.is_floating_point() and _shares_vocabulary(model):
-            source.text = _text(read, source)
+    tokens = read is not None and read.ndim == 2 and not read.is_floating_point()
+    if read is not None and tokens and not bool((read < 0).any()) and _shares_vocabulary(model):
+        source.text = _text(read, source)
     return source
 
 

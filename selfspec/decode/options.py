@@ -52,7 +52,7 @@ _REMEDIES = {
     "dola_layers": "use model.generate for DoLa",
     "prompt_lookup_num_tokens": "the model drafts for itself; drop it",
     "assistant_early_exit": "write selfspec.wrap(model, draft=selfspec.drafts.EarlyExit(layer=...)) instead",
-    "assistant_model": "write selfspec.wrap(model, draft=selfspec.drafts.Assistant(...)) instead, or drop it",
+    "assistant_model": "the model drafts for itself; drop it, or call model.generate without custom_generate",
     "use_cache": "the shared cache is what selfspec is about; leave use_cache on",
     "cache_implementation": "selfspec keeps keys and values exact and beside the weights; drop it, and within a memory "
     "budget say by selfspec.load(..., context=, cache=) how many tokens need room, and how they are kept",

@@ -158,7 +158,7 @@ class Stats:
         accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: most bytes allocated for keys and values.
         substitute_bytes: bytes of the substitutes made for the model so far.
-        draft_bytes: bytes of the drafter itself: an assistant's weights, keys and values, or the table of recycling.
+        draft_bytes: bytes of the drafter itself: a head's weights, keys and values, or the table of recycling.
         seconds: wall time by phase: prefill, draft, verify, accept, commit.
     """
 

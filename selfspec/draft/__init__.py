@@ -1,6 +1,5 @@
 """The drafters, one in each file: each turns the state of a generation into a Draft."""
 
-from selfspec.draft.assistant import Assistant
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.draft import Budget, Draft, Offer, Resume, RowVerdict, Verdict
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
@@ -25,7 +24,6 @@ from selfspec.draft.suffixes import Suffixes
 from selfspec.draft.union import Union
 
 __all__ = [
-    "Assistant",
     "Budget",
     "CacheInBits",
     "CacheWindow",

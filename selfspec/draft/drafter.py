@@ -86,15 +86,6 @@ class Drafter(ABC):
         """Return the points of a network of `depth` layers whose states the drafter reads."""
         return tuple(dict.fromkeys(point for source in self.sources for point in source.features(depth)))
 
-    def check_joining(self) -> None:
-        """Refuse rows that join and leave a running batch, if the drafter cannot draft for them.
-
-        Raises:
-            DraftConfigError: its state belongs to the batch as a whole.
-        """
-        for source in self.sources:
-            source.check_joining()
-
     def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
         """Read the drafter's substitutes from a file; called when the model is wrapped, and after it is moved.
 

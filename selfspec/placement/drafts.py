@@ -124,7 +124,7 @@ class Placement:
 
             return share_read(model, adapter, path, last.head, seconds)
         cost = last.cost(model, adapter)
-        # An assistant stays in memory.
+        # A head stays in memory.
         in_memory = bytes_read(model, adapter) / bandwidth.memory * self.plan.plain
         return cost * in_memory if last.runs == "model" else cost
 

@@ -53,7 +53,7 @@ SAMPLED: dict[str, Any] = {
 }
 # Sizes that kernels for fewer bits take.
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
-NAMES = ["none", "exit:1", "skip:attn=1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1", "assistant"]
+NAMES = ["none", "exit:1", "skip:attn=1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1"]
 TREES = ["exit:1", "recycle", "suffix", "union:suffix+recycle+exit:1"]
 
 
@@ -66,12 +66,6 @@ def accelerator() -> Iterator[Accelerator]:
 def model_on(accelerator: Accelerator, **options: Any) -> PreTrainedModel:
     model: PreTrainedModel = tiny.llama(**SIZES, **options).to(accelerator.device)
     return model
-
-
-def draft_named(name: str, accelerator: Accelerator) -> Any:
-    if name == "assistant":
-        return selfspec.drafts.Assistant(model_on(accelerator, seed=1))
-    return parse_draft(name)
 
 
 def prompts(accelerator: Accelerator, rows: int) -> Tensor:
@@ -128,18 +122,18 @@ def captured(model: PreTrainedModel, name: str, ids: Tensor, limits: Limits | No
 def test_greedy_text_is_the_models_own_and_a_round_waits_once(
     accelerator: Accelerator, name: str, length: int | selfspec.FixedLength, rows: int
 ) -> None:
-    model, draft = model_on(accelerator), draft_named(name, accelerator)
+    model, draft = model_on(accelerator), parse_draft(name)
     spec = selfspec.wrap(model, draft, draft_length=length, runtime=selfspec.runtime.Eager())
     # What is put beside tokens that the model drew depends on them, and so does the shape of the tree.
     assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["exit:1", "int8", "assistant"])
+@pytest.mark.parametrize("name", ["exit:1", "int8"])
 def test_the_default_control_waits_once_more_a_round(accelerator: Accelerator, name: str, rows: int) -> None:
     # Of drafts so cheap that they are long.
     control = selfspec.CostAware(costs=selfspec.Costs(draft=0.02))
-    model, draft = model_on(accelerator), draft_named(name, accelerator)
+    model, draft = model_on(accelerator), parse_draft(name)
     spec = selfspec.wrap(model, draft, draft_length=control, runtime=selfspec.runtime.Eager())
     assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2)
 

@@ -81,16 +81,6 @@ def test_the_arms_in_order(folder: str) -> None:
         "selfspec exit:2",
         "selfspec lookup",
     ]
-    # An assistant is measured in both ways.
-    draft = [f"assistant:{folder}"]
-    assert names(folder, draft=draft, arm=[ExtraArm.ASSISTANT, ExtraArm.DRAFT]) == [
-        "model.generate",
-        f"model.generate, assistant_model={folder}",
-        "selfspec plain",
-        f"selfspec assistant:{folder}",
-    ]
-    with pytest.raises(selfspec.errors.DraftConfigError, match="add --draft assistant:FOLDER"):
-        names(folder, arm=[ExtraArm.ASSISTANT], draft=["exit:1"])
 
 
 def test_an_option_of_one_value_is_given_once(invoke: Invoke) -> None:

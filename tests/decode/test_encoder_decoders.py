@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +11,11 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 
 import selfspec
-from helpers import tiny
-from helpers.drafting import assert_alike, near
+from helpers.drafting import assert_alike
 from helpers.encoder_decoders import START, encoder_decoder, joint
 from helpers.joints import p_value
 from selfspec.draft.prompt_lookup import OwnText, following, last_match
-from selfspec.errors import DraftConfigError, PromptError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import PromptError, UnsupportedModelError, UnsupportedOptionError
 
 NEW = 12
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -138,12 +135,10 @@ def test_look_ups_find_what_the_encoder_has_read() -> None:
     assert following(source.tokens, match, 3) == [41, 42, 9]
 
 
-@pytest.mark.parametrize("assisted", [False, pytest.param(True, marks=pytest.mark.statistical)])
-def test_sampled_texts_have_the_models_joint(model: PreTrainedModel, assisted: bool) -> None:
+def test_sampled_texts_have_the_models_joint(model: PreTrainedModel) -> None:
     small = encoder_decoder(model.config.model_type, vocab_size=5)
     source = torch.tensor([[3, 4, 1, 3]])
-    draft = selfspec.drafts.Assistant(near(small, 0.3)) if assisted else selfspec.drafts.EarlyExit(1)
-    spec = selfspec.wrap(small, draft, draft_length=2)
+    spec = selfspec.wrap(small, selfspec.drafts.EarlyExit(1), draft_length=2)
     texts: list[tuple[int, ...]] = []
     judged = 0
     for seed in range(2):
@@ -195,67 +190,3 @@ def test_no_input_is_refused(model: PreTrainedModel) -> None:
 def test_rows_that_come_and_go_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
         selfspec.wrap(model, selfspec.drafts.EarlyExit(1)).joining_rows()
-
-
-@pytest.fixture(scope="module")
-def assistant(model: PreTrainedModel) -> PreTrainedModel:
-    """One with an encoder of its own; for T5, with the model's."""
-    made = near(model)
-    if model.config.model_type == "t5":
-        made.get_encoder().load_state_dict(model.get_encoder().state_dict())
-    return made
-
-
-def test_an_assistant_reads_what_the_model_reads(
-    model: PreTrainedModel, assistant: PreTrainedModel, inputs: dict[str, Any]
-) -> None:
-    spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
-    assert_alike(spec, **inputs, **GREEDY)
-    assert_alike(spec, **{name: value[1:2] for name, value in inputs.items()}, **GREEDY)
-    ends = sorted({int(token) for token in model.generate(**inputs, **GREEDY)[:2, 4]})
-    assert_alike(spec, **inputs, **GREEDY | {"do_sample": True, "top_k": 1}, eos_token_id=ends, num_return_sequences=2)
-
-
-def test_an_assistant_that_is_all_but_equal_is_accepted_whole(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    """Each of its rows reads that row's input, by one encoder or by two."""
-    for assistant in (deepcopy(model), near(model, 1e-9)):
-        spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
-        out = spec.generate(**inputs, **GREEDY | {"do_sample": True, "top_k": 1}, num_return_sequences=2)
-        assert out.stats.acceptance_rate == 1
-
-
-def test_an_encoder_that_both_have_runs_once(
-    model: PreTrainedModel, assistant: PreTrainedModel, inputs: dict[str, Any], tmp_path: Path
-) -> None:
-    calls: list[PreTrainedModel] = []
-    encoders = [each.get_encoder() for each in (model, assistant)]
-    handles = [each.register_forward_hook(lambda module, *_: calls.append(module)) for each in encoders]
-    try:
-        out = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3).generate(**inputs, **GREEDY)
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert out.stats.accepted > 0
-    equal = model.config.model_type == "t5"
-    assert calls == (encoders[:1] if equal else encoders)
-    # One that is loaded keeps no weights of its own for it.
-    assistant.save_pretrained(tmp_path)
-    tiny.tokenizer().save_pretrained(tmp_path)
-    draft = selfspec.wrap(model, f"assistant:{tmp_path}", draft_length=3).draft
-    assert isinstance(draft, selfspec.drafts.Assistant)
-    places = [{weight.data_ptr() for weight in each.get_encoder().parameters()} for each in (model, draft.model)]
-    assert (places[0] == places[1]) is equal
-
-
-def test_assistants_that_cannot_read_it_are_refused(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    for other in (tiny.llama(), encoder_decoder("whisper")):
-        with pytest.raises(DraftConfigError, match="does not read what"):
-            selfspec.wrap(model, selfspec.drafts.Assistant(other))
-    with pytest.raises(DraftConfigError, match="does not read what"):
-        selfspec.wrap(tiny.llama(), selfspec.drafts.Assistant(model))
-    spec = selfspec.wrap(model, selfspec.drafts.Assistant(near(model)))
-    read = model.get_encoder()(**inputs, return_dict=True)
-    with pytest.raises(UnsupportedOptionError, match="can read input_ids alone"):
-        spec.generate(encoder_outputs=read, attention_mask=inputs["attention_mask"], **GREEDY)
-    with pytest.raises(UnsupportedOptionError, match="can read input_ids alone"):
-        spec.generate(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), **GREEDY)

@@ -264,9 +264,3 @@ def test_what_would_not_be_called_is_refused_by_name(name: str) -> None:
                 call(ids, **GREEDY)
         with pytest.raises(UnsupportedModelError, match=match):
             Engine(spec)
-
-
-def test_a_model_that_drafts_is_refused_alike(llama: PreTrainedModel) -> None:
-    assistant = _overriding("prepare_inputs_for_generation")(tiny.llama(num_hidden_layers=1))
-    with pytest.raises(UnsupportedModelError, match="Own has a prepare_inputs_for_generation of its own"):
-        selfspec.wrap(llama, selfspec.drafts.Assistant(assistant))

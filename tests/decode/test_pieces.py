@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel
 
 import selfspec
-from helpers.drafting import assert_alike, near
+from helpers.drafting import assert_alike
 from helpers.encoder_decoders import EOS, FRAMES, MELS, NO_TIMESTAMPS, START, encoder_decoder, whisper
 from selfspec.decode.generation import Transcript
 from selfspec.errors import PromptError, UnsupportedOptionError
@@ -63,29 +63,6 @@ def test_text_is_the_models(model: PreTrainedModel, draft: selfspec.drafts.Draft
     found = spec.generate(**inputs)
     assert found.lossless
     assert found.stats.new_tokens >= sum(found.lengths) > 0
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("shared", [True, False], ids=["one encoder", "two"])
-def test_an_assistant_drafts_each_piece(model: PreTrainedModel, shared: bool) -> None:
-    assistant = near(model)
-    if shared:
-        assistant.get_encoder().load_state_dict(model.get_encoder().state_dict())
-    spec = selfspec.wrap(model, selfspec.drafts.Assistant(assistant), draft_length=3)
-    for inputs in (SHORT, {**SHORT, "input_features": features(1)}, LONG):
-        found = spec.generate(**inputs)
-        assert torch.equal(found.sequences, model.generate(**inputs))
-        assert found.stats.accepted > 0
-
-
-def test_an_assistant_that_reads_other_features_or_fewer_tokens(model: PreTrainedModel) -> None:
-    other = encoder_decoder("whisper", torch.float32, num_mel_bins=MELS // 2)
-    with pytest.raises(UnsupportedOptionError, match="cannot read what the model's reads"):
-        selfspec.wrap(model, selfspec.drafts.Assistant(other)).generate(**SHORT)
-    short = encoder_decoder("whisper", torch.float32, max_target_positions=6)
-    found = selfspec.wrap(model, selfspec.drafts.Assistant(short), draft_length=3).generate(**SHORT)
-    assert torch.equal(found.sequences, model.generate(**SHORT))
-    assert found.stats.drafted
 
 
 def test_the_whole_output_has_its_items(model: PreTrainedModel) -> None:

@@ -80,11 +80,10 @@ def test_the_draft_of_another_source_is_not_counted() -> None:
     assert (prediction.accepted, prediction.rejected) == (0, 0)
 
 
-@pytest.mark.parametrize("draft", [None, "lookup+exit:1", "union:suffix+recycle", "exit:1", "assistant"])
+@pytest.mark.parametrize("draft", [None, "lookup+exit:1", "union:suffix+recycle", "exit:1"])
 @pytest.mark.parametrize("options", [GREEDY, {"do_sample": True, "seed": 5, "accept": "coupled"}])
 def test_it_changes_speed_alone(llama: PreTrainedModel, draft: str | None, options: dict[str, Any]) -> None:
-    chosen = selfspec.drafts.Assistant(tiny.llama(seed=3)) if draft == "assistant" else draft
-    spec, ids = selfspec.wrap(llama, chosen), tiny.prompt(6, seed=3)
+    spec, ids = selfspec.wrap(llama, draft), tiny.prompt(6, seed=3)
     plain = selfspec.wrap(llama).generate(ids, max_new_tokens=60, **options)
     new = plain.sequences[0, 6:].tolist()
     edited = [*new[:20], *(3, 4, 5), *new[22:40], *new[43:]]

@@ -16,11 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import published_heads, tiny
-from helpers.drafting import near
 from helpers.joints import VOCAB
 from helpers.shrunken import shrunken
 from selfspec.draft import (
-    Assistant,
     Cascade,
     Drafter,
     EarlyExit,
@@ -50,8 +48,6 @@ class Example:
     draft: Draft | Make
     # Makes its model of a folder and a size of the vocabulary; None: it drafts for every architecture.
     build: Callable[[Path, int], PreTrainedModel] | None = None
-    # An engine takes it.
-    served: bool = True
 
     def made_for(self, model: PreTrainedModel, folder: Path) -> Draft:
         return self.draft(model, folder) if callable(self.draft) else self.draft
@@ -89,10 +85,6 @@ def _corpus(model: PreTrainedModel, folder: Path) -> str:
 
 def _reduced(model: PreTrainedModel, folder: Path) -> Drafter:
     return ReducedVocabulary(EarlyExit(2), tuple(range(1, model.get_output_embeddings().out_features, 2)))
-
-
-def _assistant(model: PreTrainedModel, folder: Path) -> Drafter:
-    return Assistant(near(model, 0.3))
 
 
 def _published(kind: str, before: str = "", **options: Any) -> Make:
@@ -147,9 +139,6 @@ EXAMPLES: dict[str, Example] = {
     "exit:2+vocab": Example(_reduced),
     "upper": Example("upper", _in_planes),
     "int8+top:128": Example("int8+top:128", _llama),
-    "assistant": Example(_assistant, served=False),
-    "suffix+assistant": Example(lambda *given: Cascade(Suffixes(most_bytes=0), _assistant(*given)), served=False),
-    "union:recycle+assistant": Example(lambda *given: Union(Recycling(), _assistant(*given)), served=False),
     "eagle:1": Example(_published("eagle1")),
     "eagle:3": Example(_published("eagle3", **_LOW)),
     "lookup+int8+eagle:3": Example(_published("eagle3", "lookup+int8+", **_LOW)),

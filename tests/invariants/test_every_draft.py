@@ -34,7 +34,6 @@ COUPLED = [name for name in LOSSLESS if rules()[name].couples]
 INDEPENDENT = [name for name in LOSSLESS if name not in COUPLED]
 EVERYWHERE = [name for name, example in EXAMPLES.items() if example.build is None]
 OF_A_KIND = [name for name in EXAMPLES if name not in EVERYWHERE]
-SERVED = [name for name, example in EXAMPLES.items() if example.served]
 
 # How long a draft is, and which source drafts.
 CONTROLS: dict[str, Control] = {
@@ -133,7 +132,9 @@ def test_a_row_alone_is_its_row_in_a_batch(tmp_path: Path, name: str, rule: str)
     assert fresh(ROWS[:2], seed=1, eos_token_id=None, max_new_tokens=11) == whole[:2]
 
 
-@pytest.mark.parametrize(("name", "control"), in_turns(SERVED, {name: CONTROLS[name] for name in ("chain", "tree")}))
+@pytest.mark.parametrize(
+    ("name", "control"), in_turns([*EXAMPLES], {each: CONTROLS[each] for each in ("chain", "tree")})
+)
 def test_rows_that_join_and_leave_are_what_they_are_alone(tmp_path: Path, name: str, control: Control) -> None:
     model, draft = EXAMPLES[name].made(tmp_path)
     engine = Stepped(selfspec.wrap(model, draft, draft_length=control), 4, 8)

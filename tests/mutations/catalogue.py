@@ -52,7 +52,6 @@ _MIXES = "test_rows.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _TABLES = "test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
-_ALL_BUT_EQUAL = "test_an_assistant_that_is_all_but_equal_is_accepted_whole"
 _MODULES = "test_several_modules_draft_in_their_order"
 _TRITON = "test_the_interpreter_gives_what_torch_gives"
 _WORDS_APART = "test_timestamps_of_tokens_in_two_threads_leave_the_model_as_it_was"
@@ -352,10 +351,6 @@ CATALOGUE = (
         "pass", ("test_rows_that_are_left_have_their_own",)),
     Mutation("programs read a source before every layer has made its keys", "Source.as_tensors",
         "len(kept) < 2 * depth", "not kept", ("test_a_source_is_no_tensors_before_each_layer_has_read_it",)),
-    Mutation("an assistant attends to the keys and values of the model", "Assistant.begin",
-        "Source(read.outputs, read.mask)", "read", ("test_an_assistant_reads_what_the_model_reads",)),
-    Mutation("rows that are repeated read those of other rows, as an assistant has read them", "source_by",
-        "row // times", "row % len(inputs)", (_ALL_BUT_EQUAL,)),
     Mutation("a decoder reads the embeddings that are its encoder's", "decoder_inputs",
         "('encoder_outputs', 'attention_mask', 'inputs_embeds')", "('encoder_outputs', 'attention_mask')",
         ("test_embeddings_are_what_the_encoder_reads",)),
@@ -816,7 +811,7 @@ CATALOGUE = (
         "dict(self.under)", "sorted(self.under)", ("test_what_is_kept_is_read_again_and_not_done_again",)),
     Mutation("repeats of a text are counted as further texts", "_mean_counts",
         "each / len(repeats)", "each", ("test_repeats_are_no_further_texts",)),
-    Mutation("an assistant is known by its class", "_contents",
+    Mutation("an exit head is known by its class", "_contents",
         "fingerprint(each)", "type(each).__name__", ("test_drafts_and_rules_of_one_name_are_told_apart",)),
     Mutation("a training goes on over another text of that size", "identified",
         "hashlib.sha256(_content(file)).hexdigest()", "str(file.stat().st_size)",

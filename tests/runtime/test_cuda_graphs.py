@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import captures, tiny
 from helpers.captures import StandIn, StandInRecorder, assert_stock, ragged_samples, wrapped
+from helpers.published_heads import WRITERS
 from helpers.snapshot import Snapshot
 from helpers.tiny import in_turns
+from selfspec.draft.registry import parse_draft
 from selfspec.errors import UnsupportedOptionError
 from selfspec.process import ProcessLock
 from selfspec.runtime import CudaGraphs, Eager, cuda_graphs
@@ -225,10 +227,10 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
     assert [ref for ref in seen if ref() is not None] == []
 
 
-@pytest.mark.parametrize("name", [*DRAFTS, "assistant"])
-def test_later_generations_capture_nothing(llama: PreTrainedModel, name: str) -> None:
+@pytest.mark.parametrize("name", [*DRAFTS, "eagle"])
+def test_later_generations_capture_nothing(llama: PreTrainedModel, name: str, tmp_path: Path) -> None:
     runtime = StandIn(0, 64)
-    spec = wrapped(llama, runtime, DRAFTS.get(name) or selfspec.drafts.Assistant(tiny.llama(seed=1)))
+    spec = wrapped(llama, runtime, DRAFTS.get(name) or parse_draft(f"eagle:{WRITERS['eagle1'](tmp_path, llama)}"))
 
     def captured(*lengths: int) -> int:
         before = sum(each.captured for each in runtime.recorders)

@@ -20,7 +20,7 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.profile import Profile
 from selfspec.device import has_graphs, on_host
-from selfspec.draft import Assistant, Drafter, EarlyExit
+from selfspec.draft import Drafter, EarlyExit
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import PromptError
 from selfspec.measure.checkpoint import Checkpoint
@@ -28,7 +28,6 @@ from selfspec.measure.own_text import random_state_kept
 from selfspec.measure.prompts import PromptWriter, Workload, check_context
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.timing import Call, DraftShape, Stopwatch
-from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime, usual_runtime
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
@@ -180,7 +179,7 @@ def batched(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[Prompt
     return made
 
 
-ArmKind = Literal["generate", "static", "lookup", "early-exit", "assistant", "plain", "draft", "other"]
+ArmKind = Literal["generate", "static", "lookup", "early-exit", "plain", "draft", "other"]
 """Kinds of arms: `model.generate`, alone and with its own speed-ups; selfspec, without a draft and with one; others."""
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
@@ -194,16 +193,13 @@ _RUNTIMES = {
 
 _COMPILERS = ("g++", "clang++", "c++")
 
-ASSISTANT = "assistant:"
-"""Beginning of the names of drafts that `assistant_model` of transformers can be given, too."""
-
 
 @dataclass(frozen=True)
 class ArmSpec:
     """Names an arm.
 
     Attributes:
-        draft: of selfspec's drafting arms, by name; of `model.generate`, its assistant or its early exit.
+        draft: of selfspec's drafting arms, by name; of `model.generate`, its early exit.
         length: tokens drafted each round, of a tree levels; None: as the arm itself decides.
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         content: digest of the draft and the rule, beyond their names; the arm finds it out.
@@ -231,7 +227,6 @@ class ArmSpec:
             "static": "model.generate, static cache, compiled",
             "lookup": "model.generate, prompt look-up",
             "early-exit": f"model.generate, assistant_early_exit={draft.removeprefix('exit:')}{length}",
-            "assistant": f"model.generate, assistant_model={draft.removeprefix(ASSISTANT)}",
             "plain": f"selfspec plain{how}",
             "draft": f"selfspec {self.draft}{length}{nodes}{rule}{how}",
             "other": draft,
@@ -315,16 +310,10 @@ class StockArm:
     """Decodes by `model.generate`, of a copy of the model, so that what the arm sets reaches no other."""
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
-        self.spec, self._model, self._assistant = spec, bare(model), None
-        if spec.kind == "assistant":
-            draft = parse_draft(spec.draft or "")
-            assert isinstance(draft, Assistant)
-            self.spec = replace(spec, content=content(draft))
-            draft.prepare(self._model, Substitutes.of(self._model))
-            self._assistant = draft.model
+        self.spec, self._model = spec, bare(model)
 
     def absence(self, cell: Cell) -> str | None:
-        if self.spec.kind in ("lookup", "early-exit", "assistant") and cell.batch > 1:
+        if self.spec.kind in ("lookup", "early-exit") and cell.batch > 1:
             return "transformers' assisted generation takes one row at a time"
         return _no_compiler(self._model.device) if self.spec.kind == "static" else None
 
@@ -358,8 +347,6 @@ class StockArm:
                 config.num_assistant_tokens = self.spec.length
                 config.num_assistant_tokens_schedule = "constant"
                 return {"assistant_early_exit": draft.layer}
-            case "assistant":
-                return {"assistant_model": self._assistant}
             case "static":
                 graphs = has_graphs(self._model.device)
                 compiling = CompileConfig() if graphs else CompileConfig(mode="default")

@@ -101,7 +101,6 @@ def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None
         (lambda: drafts.LowPrecision(8), "fewer bits"),
         (lambda: drafts.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
         (lambda: drafts.EarlyExit(9), "out of range"),
-        (lambda: drafts.Assistant(tiny.llama(num_hidden_layers=1)), "a checkpoint of its own already"),
     ],
 )
 def test_what_is_no_whole_layers_is_refused(

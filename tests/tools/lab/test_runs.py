@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from helpers import tiny
 from helpers.studies import GREEDY, Notes, profile_of
 from selfspec.accept import TokenLevel
-from selfspec.draft import Assistant, ExitHead
+from selfspec.draft import ExitHead
 from selfspec.errors import BenchError, StorageError, StudyError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import Vocabulary
@@ -143,18 +143,18 @@ class Mild(TokenLevel):
         self.by = by
 
 
-def _head(by: float) -> ExitHead:
+def _head(weight: float = 0.0, token: int = 3) -> ExitHead:
     adapter = nn.Linear(2, 2)
-    nn.init.constant_(adapter.weight, by)
+    nn.init.constant_(adapter.weight, weight)
     nn.init.zeros_(adapter.bias)
-    return ExitHead(2, DraftHead(adapter, torch.tensor([1, 2, round(10 * by)])), "base")
+    return ExitHead(2, DraftHead(adapter, torch.tensor([1, 2, token])), "base")
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        lambda by: Assistant(tiny.llama(seed=round(10 * by))),
         _head,
+        lambda by: _head(token=round(10 * by)),
         Mild,
         lambda by: profile_of(tiny.llama(), replace(GREEDY, speedup=(by, by, by))),
     ],
@@ -164,9 +164,8 @@ def test_drafts_and_rules_of_one_name_are_told_apart(made: Callable[[float], Any
 
 
 def test_two_of_one_name_are_not_studied_at_once() -> None:
-    drafts = [Assistant(tiny.llama(seed=seed)) for seed in range(2)]
-    with pytest.raises(StudyError, match="2 of what is given are called Assistant"):
-        Given.of(drafts)
+    with pytest.raises(StudyError, match="2 of what is given are called head:this exit head@2"):
+        Given.of([_head(0.5), _head(0.7)])
 
 
 SPECS = [ArmSpec("generate"), ArmSpec("plain"), ArmSpec("draft", "lookup+exit:2")]
