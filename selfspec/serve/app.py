@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.api_error import ApiError, unknown_model
-from selfspec.serve.client_limits import ClientPace, bounded_headers
+from selfspec.serve.client_limits import ClientPace, PacedServer
 from selfspec.serve.endpoints.answering import ClientLeftError
 from selfspec.serve.endpoints.chat_completions import answer_as, chat
 from selfspec.serve.endpoints.completions import complete
@@ -235,7 +235,7 @@ def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float,
     """
     config = uvicorn.Config(
         app,
-        http=bounded_headers(served.limits),
+        http="h11",
         ws="none",
         lifespan="on",
         log_config=LOG_CONFIG,
@@ -248,11 +248,11 @@ def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float,
         _Server(config, served, stop_seconds, ready).run([bound])
 
 
-class _Server(uvicorn.Server):
+class _Server(PacedServer):
     """Tells when it is ready; once it is told to stop, it refuses requests, and the process ends in time."""
 
     def __init__(self, config: uvicorn.Config, served: Served, stop_seconds: float, ready: Callable[[], None]) -> None:
-        super().__init__(config)
+        super().__init__(config, served.limits)
         self._served = served
         self._stop_seconds = stop_seconds
         self._ready = ready

@@ -8,7 +8,7 @@ on the verdict on the next draft.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from math import sqrt
 from statistics import median
 
@@ -35,75 +35,60 @@ _TRIAL_TURNS, _TRIAL_PAIRS = (2, 2), 2
 _GAIN, _STILL = 1.25, 1.15
 
 
-class _Rounds:
-    """Keeps tokens and seconds of recent rounds of one kind."""
-
-    def __init__(self) -> None:
-        self.kept: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
-
-    @property
-    def rate(self) -> float:
-        tokens, seconds = zip(*self.kept, strict=True)
-        most = _OUTLIER * median(seconds)
-        return float(max(sum(tokens), 1e-9) / max(sum(min(each, most) for each in seconds), 1e-9))
+_Timed = tuple[float, float]
+"""Tokens that a round committed to a row, and its seconds."""
 
 
-class _Comparison:
-    """Compares both kinds of rounds in at most `pairs` pairs of turns: plain rounds, then rounds that draft."""
+def _rate(rounds: deque[_Timed]) -> float:
+    tokens, seconds = zip(*rounds, strict=True)
+    most = _OUTLIER * median(seconds)
+    return float(max(sum(tokens), 1e-9) / max(sum(min(each, most) for each in seconds), 1e-9))
 
-    def __init__(self, turns: tuple[int, int], pairs: int) -> None:
-        self.thorough = pairs >= _FIRST_PAIRS
-        self._plain, self._pair, self._pairs = turns[0], sum(turns), pairs
-        self._rounds = {True: _Rounds(), False: _Rounds()}
-        self._counted = 0
 
-    def drafts(self) -> bool:
-        return self._counted % self._pair >= self._plain
+def _compared(turns: tuple[int, int], pairs: int) -> Generator[bool, _Timed, float]:
+    """Yield whether the next round may draft: in at most `pairs` pairs of turns, plain rounds and then such that draft.
 
-    def count(self, drafted: bool, tokens: float, seconds: float) -> float | None:
-        """Count a round; return the speed of rounds that may draft over that of plain rounds, None while unknown."""
-        self._rounds[drafted].kept.append((tokens, seconds))
-        self._counted += 1
-        pairs, within = divmod(self._counted, self._pair)
-        if within:
-            return None
-        found = self._rounds[True].rate / self._rounds[False].rate
-        return found if pairs == self._pairs or found < 1 - _CLEAR / sqrt(pairs) else None
+    Return the speed of rounds that may draft over that of plain rounds.
+    """
+    rounds: dict[bool, deque[_Timed]] = {drafts: deque(maxlen=_WINDOW) for drafts in (False, True)}
+    found = 1.0
+    for pair in range(1, pairs + 1):
+        for drafts, count in enumerate(turns):
+            for _ in range(count):
+                rounds[bool(drafts)].append((yield bool(drafts)))
+        found = _rate(rounds[True]) / _rate(rounds[False])
+        if found < 1 - _CLEAR / sqrt(pair):
+            break
+    return found
 
 
 class _Load:
-    """Decides for one range of row counts; `better` is True if drafts are faster, None while unknown."""
+    """Decides for one range of row counts, round by round: `drafts` says whether the next one may.
+
+    `better` is True if drafts are faster, None while unknown.
+    """
 
     def __init__(self, better: bool | None) -> None:
         self.better = better
-        self._comparison = _Comparison(_FIRST_TURNS, _FIRST_PAIRS) if better is None else None
-        self._pause = self._until_trial = _FIRST_PAUSE
+        self._decisions = self._decided()
+        self.drafts = next(self._decisions)
 
-    def drafts(self) -> bool:
-        return bool(self.better) if self._comparison is None else self._comparison.drafts()
+    def count(self, tokens: float, seconds: float) -> None:
+        self.drafts = self._decisions.send((tokens, seconds))
 
-    def count(self, drafted: bool, tokens: float, seconds: float) -> None:
-        if self._comparison is not None:
-            found = self._comparison.count(drafted, tokens, seconds)
-            if found is not None:
-                self._decide(found, self._comparison.thorough)
-            return
-        self._until_trial -= 1
-        if self._until_trial <= 0:
-            self._comparison = _Comparison(_TRIAL_TURNS, _TRIAL_PAIRS)
-
-    def _decide(self, found: float, thorough: bool) -> None:
-        self._comparison, before = None, self.better
-        if before is False and found > _GAIN and not thorough:
-            # Few rounds may gain by chance.
-            self._comparison = _Comparison(_FIRST_TURNS, _FIRST_PAIRS)
-            return
-        self.better = found > (_STILL if before else _GAIN)
-        if before == self.better:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE[bool(before)])
-        else:
-            self._pause = _FIRST_PAUSE
-        self._until_trial = self._pause
+    def _decided(self) -> Generator[bool, _Timed, None]:
+        pause, found = _FIRST_PAUSE, 0.0
+        while True:
+            before = self.better
+            if before is not None:
+                for _ in range(pause):
+                    yield before
+                found = yield from _compared(_TRIAL_TURNS, _TRIAL_PAIRS)
+            if before is None or (not before and found > _GAIN):
+                # Few rounds may gain by chance.
+                found = yield from _compared(_FIRST_TURNS, _FIRST_PAIRS)
+            self.better = found > (_STILL if before else _GAIN)
+            pause = min(2 * pause, _LONGEST_PAUSE[self.better]) if self.better == before else _FIRST_PAUSE
 
 
 class LoadGate:
@@ -117,13 +102,13 @@ class LoadGate:
         self._loads: dict[int, _Load] = {}
 
     def opens(self, rows: int) -> bool:
-        """Return whether the next round, of `rows` rows, may draft; call once a round."""
-        return rows == 1 or self._load(rows).drafts()
+        """Return whether the next round, of `rows` rows, may draft; which `count` then counts."""
+        return rows == 1 or self._load(rows).drafts
 
-    def count(self, rows: int, drafted: bool, tokens: int, seconds: float) -> None:
-        """Count a round, with or without drafts: the tokens that all rows committed, and its seconds."""
+    def count(self, rows: int, tokens: int, seconds: float) -> None:
+        """Count the round that `opens` was asked of: the tokens that all rows committed, and its seconds."""
         if rows > 1:
-            self._load(rows).count(drafted, tokens / rows, seconds)
+            self._load(rows).count(tokens / rows, seconds)
 
     def _load(self, rows: int) -> _Load:
         size = (rows - 1).bit_length()
@@ -172,7 +157,7 @@ class ControllerByLoad(Controller):
         """Count the last budget's round: its seconds, and the tokens that its rows committed."""
         within = self.most_rows is None or rows <= self.most_rows
         if self._gate is not None and within and not self.predicts:
-            self._gate.count(rows, self._opened, tokens, seconds)
+            self._gate.count(rows, tokens, seconds)
 
     def keeps_lockstep(self) -> bool:
         return False

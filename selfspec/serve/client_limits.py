@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from dataclasses import dataclass, fields
+from typing import Any
 
 import h11
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.api_error import RETRY_AFTER, ApiError
@@ -24,8 +26,8 @@ class ServerLimits:
         new_tokens: of an answer; None: what the context has room for.
         answers: of one request: prompts times `n`.
         request_seconds: until a request is answered to its end.
-        client_seconds: in which a client has to send the headers of a request, then its body, and to take what it is
-            sent.
+        client_seconds: in which a client has to begin a request and send its headers, then its body, and to take what
+            it is sent.
         connections: open at once, and requests below /v1 that are answered at once.
         stored_bytes: of conversations that requests may go on from by the id of a response.
     """
@@ -138,64 +140,33 @@ class ClientPace:
         raise ApiError(413, f"the body is larger than {most} bytes, the most that is read", None, "too_large")
 
 
-class BoundedHeaders(H11Protocol):
-    """Closes connections whose request line and headers do not come in time, and the idlest where there are too many.
+class PacedServer(uvicorn.Server):
+    """Closes connections whose headers do not come in time, and the idlest where there are too many.
 
     Uvicorn bounds the size of headers and the pause between two requests, but waits for the rest of a header as long as
     the client wants. Where it has a bound of connections, it refuses every request beyond it, idle ones counted.
     """
 
-    seconds = 20.0
-    most = 1000
-    _waiting: asyncio.TimerHandle | None = None
-    _idle_since = 0.0
+    def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
+        super().__init__(config)
+        self._limits = limits
+        # When each, after the same request, was first seen to wait for the next one: the earliest first.
+        self._idle: dict[tuple[Any, Any], float] = {}
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request; the connections that have been idle longest make room for it."""
-        super().connection_made(transport)
-        self._idle_since = self.loop.time()
-        self._wait()
-        # All of them are counted seldom, and some are closed at once: each look at them goes over all.
-        if len(self.connections) > self.most:
-            idle = [each for each in self.connections if isinstance(each, BoundedHeaders) and each._idle]
-            for each in sorted(idle, key=lambda each: each._idle_since)[: 1 + self.most // 10]:
-                if each is not self:
-                    self.connections.discard(each)
-                    each.transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """Read on; a request that is complete ends the wait, one that begins starts it."""
-        super().data_received(data)
-        self._wait()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        super().on_response_complete()
-        self._idle_since = self.loop.time()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
-        self._end_wait()
-        super().connection_lost(exc)
-
-    @property
-    def _idle(self) -> bool:
-        """True while no request is being read or answered."""
-        return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
-
-    def _wait(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._end_wait()
-        elif self._waiting is None:
-            self._waiting = self.loop.call_later(self.seconds, self.transport.abort)
-
-    def _end_wait(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+    async def on_tick(self, counter: int) -> bool:
+        """Look at all connections, ten times a second."""
+        now, every = time.monotonic(), list(self.server_state.connections)
+        idle = {(each, each.cycle) for each in every if _waits(each)}
+        kept = {each: since for each, since in self._idle.items() if each in idle}
+        self._idle = kept | dict.fromkeys(idle - kept.keys(), now)
+        surplus = len(every) - self._limits.connections
+        for place, ((connection, _), since) in enumerate(self._idle.items()):
+            if place < surplus or now - since > self._limits.client_seconds:
+                connection.transport.abort()
+        return await super().on_tick(counter)
 
 
-def bounded_headers(limits: ServerLimits) -> type[BoundedHeaders]:
-    """Make the protocol with bounds of its own."""
-    bounds = {"seconds": limits.client_seconds, "most": limits.connections}
-    return type("BoundedHeaders", (BoundedHeaders,), bounds)
+def _waits(connection: Any) -> bool:
+    """Return whether a connection reads and answers no request."""
+    cycle = connection.cycle
+    return connection.conn.their_state is h11.IDLE and (cycle is None or cycle.response_complete)

@@ -19,7 +19,7 @@ import selfspec
 from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import PLAIN
 from selfspec.serve.app import create_app
-from selfspec.serve.client_limits import ServerLimits, bounded_headers
+from selfspec.serve.client_limits import PacedServer, ServerLimits
 from selfspec.serve.served import Served
 
 NAME = "stories"
@@ -115,14 +115,14 @@ def running(
     config = uvicorn.Config(
         app,
         port=0,
-        http=bounded_headers(served.limits),
+        http="h11",
         lifespan="on",
         ws="none",
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=30,
     )
-    server = uvicorn.Server(config)
+    server = PacedServer(config, served.limits)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="test-server")
     thread.start()
     try:

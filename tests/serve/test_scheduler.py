@@ -407,7 +407,7 @@ def run(gate: LoadGate, rows: int, rounds: int, seconds: Callable[[bool], float]
     drafted = []
     for _ in range(rounds):
         drafts = gate.opens(rows)
-        gate.count(rows, drafts, rows * (3 if drafts else 1), seconds(drafts))
+        gate.count(rows, rows * (3 if drafts else 1), seconds(drafts))
         drafted.append(drafts)
     return drafted
 
