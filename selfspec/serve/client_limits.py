@@ -155,7 +155,8 @@ class PacedServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Look at all connections, ten times a second."""
-        now, every = time.monotonic(), list(self.server_state.connections)
+        every: list[Any] = [*self.server_state.connections]
+        now = time.monotonic()
         idle = {(each, each.cycle) for each in every if _waits(each)}
         kept = {each: since for each, since in self._idle.items() if each in idle}
         self._idle = kept | dict.fromkeys(idle - kept.keys(), now)
