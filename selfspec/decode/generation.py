@@ -82,7 +82,7 @@ class Generation(Iterator[Round]):
         if target.limits is not None:
             target.limits.check(rows, longest)
         # No draft is deeper than the tokens left to generate, whatever the controller allows.
-        slack = control.most.within(request.stopping.max_new_tokens).nodes + (draft.own_nodes if draft else 0)
+        slack = control.most.within(request.stopping.max_new_tokens).nodes
         cache = target.cache(rows, longest, slack, device)
         cache.source = request.source
         if request.offsets is not None:

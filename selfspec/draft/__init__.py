@@ -4,6 +4,7 @@ from selfspec.draft.cascade import Cascade
 from selfspec.draft.draft import Budget, Draft, Offer, Resume, RowVerdict, Verdict
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
 from selfspec.draft.early_exit import EarlyExit, ExitHead
+from selfspec.draft.exit_choice import ChosenExit
 from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle, ParallelEagle
 from selfspec.draft.heads.hydra import Hydra
@@ -15,7 +16,6 @@ from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.less_of_cache import CacheInBits, CacheWindow, TopOfCache
 from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
 from selfspec.draft.low_precision import LowPrecision
-from selfspec.draft.path_choice import ChosenExit, ChosenSkips
 from selfspec.draft.predicted import Predicted
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
@@ -29,7 +29,6 @@ __all__ = [
     "CacheWindow",
     "Cascade",
     "ChosenExit",
-    "ChosenSkips",
     "DFlash",
     "Draft",
     "Drafter",

@@ -49,11 +49,6 @@ class Drafter(ABC):
     sources: tuple[Drafter, ...] = ()
     branches: ClassVar[bool] = False
 
-    @property
-    def own_nodes(self) -> int:
-        """Most nodes that verification reads for it besides the draft."""
-        return max((source.own_nodes for source in self.sources), default=0)
-
     @abstractmethod
     def begin(self, rows: RowsView) -> Proposer:
         """Make the proposer of one generation, before any pass.

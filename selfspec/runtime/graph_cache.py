@@ -19,7 +19,6 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.device import Timer
 from selfspec.model.gated_view import ExactStates, Point
 from selfspec.model.identity import weight_of
-from selfspec.model.layer_path import LayerPath
 from selfspec.process import ProcessLock
 from selfspec.runtime.model_state import QUANTISERS, ModelState, why_not
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
@@ -284,11 +283,6 @@ class BoundPrograms:
         elif program.leaves is not None:
             return None
         return self.runtime.chain(program.function, first, draws)
-
-    def forget(self, path: LayerPath) -> None:
-        """Drop the programs of passes along a path, to make room for other programs."""
-        for kind in [kind for kind in list(self.candidates) if kind.path == path]:
-            self.candidates.pop(kind, None)
 
     def _try(
         self,

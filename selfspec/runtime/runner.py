@@ -170,10 +170,6 @@ class ModelRunner:
     def end(self) -> None:
         """Give back what the next text may use."""
 
-    def forget(self, path: LayerPath) -> None:
-        """Drop what was made for passes along a path; it is made again where they come again."""
-        self._gated = {runs: view for runs, view in self._gated.items() if runs.path != path}
-
     @contextmanager
     def _reading(self, request: PassRequest) -> Iterator[None]:
         """Prepare the cache for a pass over nodes of its block."""
@@ -320,10 +316,6 @@ class RecordedRunner(ModelRunner):
 
     def repeat(self, function: Function, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return function(tensors) if is_watched(tensors[0].device) else self._programs.repeat(function, tensors)
-
-    def forget(self, path: LayerPath) -> None:
-        super().forget(path)
-        self._programs.forget(path)
 
     def _read(self, steps: Generator[ChainStep, None, None]) -> Generator[ChainStep, None, None]:
         """Let the cache know of each step."""

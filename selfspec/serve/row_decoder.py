@@ -76,10 +76,7 @@ class RowDecoder:
         self._rule, self._check = rows.rule, rows.check
         self._config = target.model.config.get_text_config(decoder=True)
         self.context: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
-        self._slack = max(
-            each.controller.most.nodes + (each.drafter.own_nodes if each.drafter else 0)
-            for each in self._drafting.values()
-        )
+        self._slack = max(each.controller.most.nodes for each in self._drafting.values())
         self._runner: ModelRunner | None = None
         self.limits = limits
         self.stats = Stats()

@@ -26,7 +26,6 @@ from selfspec.draft import (
     CacheWindow,
     Cascade,
     ChosenExit,
-    ChosenSkips,
     Draft,
     EarlyExit,
     FewerExperts,
@@ -95,7 +94,7 @@ def test_a_name_that_no_entry_point_makes_known_is_none() -> None:
 
 WRITTEN = """
 exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+skip:attn=3,5;mlp=4
-skip:attn=3,5;mlp=4;layers=7,8,9 clasp:2 del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
+skip:attn=3,5;mlp=4;layers=7,8,9 del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
 recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3 union:suffix+recycle union:lookup+recycle+exit:4
 lookup+union:suffix+int8 union:exit:4+suffix experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
 experts:1+int8+kv4 int8+kv4 exit:4+kv8 lookup+int8+kv4 int8+window:512+kv4 int8+window:512 exit:4+window:64
@@ -112,7 +111,6 @@ def test_what_names_mean() -> None:
     assert parse_draft("lookup + int8") == Cascade(PromptLookup(), LowPrecision(8))
     assert parse_draft("int8+exit:3") == LowPrecision(8, fewer=EarlyExit(3))
     assert parse_draft("recycle") == Recycling()
-    assert parse_draft("clasp:2") == ChosenSkips(2)
     assert parse_draft("del:1-3") == ChosenExit(1, 3)
     assert parse_draft("skip:layers=2-4") == selfspec.drafts.LayerSkip(layers=[2, 3, 4])
     assert parse_draft("union:suffix+recycle+exit:4") == Union(Suffixes(), Recycling(), EarlyExit(4))
@@ -308,7 +306,6 @@ def _values() -> list[Refused]:
         (lambda x=x: exits(x).path(4), rf"exit layer {x} .*4 layers, choose 1\.\.3") for x in (0, 4, 5, 100, -1, -4)
     ]
     found += [(lambda: exits(1).path(1), "too few")]
-    found += [(lambda x=x: ChosenSkips(x).check(4), r"this model has 4, choose 1\.\.2") for x in (0, 3, True, "2")]
     ranges: tuple[Any, ...] = ((2, 2), (3, 1), (True, 3), (1, "3"))
     found += [(lambda x=x: ChosenExit(*x), "the earlier one first") for x in ranges]
     joined: tuple[Any, ...] = ((), (EarlyExit(1),), (EarlyExit(1), "lookup"), (EarlyExit,))
