@@ -1,14 +1,15 @@
 """Ways to decode one checkpoint side by side, in turns, by the lab: those that `selfspec bench` has no arm for.
 
-    python benchmarks/decoding.py MODEL --texts 'heldout.jsonl#kind=code' --draft int8 int4 --llama PYTHON
+    python benchmarks/decoding.py MODEL --texts 'heldout.jsonl#kind=code' --draft int8 --llama PYTHON --gguf F32.gguf
     python benchmarks/decoding.py FILE.gguf --texts heldout.jsonl --draft int8 --llama PYTHON
     python benchmarks/decoding.py MODEL --dtype bfloat16 --texts heldout.jsonl --draft int8 --planes upper lookup+upper
     python benchmarks/decoding.py MODEL --texts heldout.jsonl --draft int8 int8+window:512 --behind --context 32000
     python benchmarks/decoding.py demo --texts heldout.jsonl --draft exit:4 --length 1 2 3 4 5 6 --prompts 60 --costs
     python benchmarks/decoding.py demo --texts heldout.jsonl --draft exit:4 lookup --length 3 --tree OLDER
 
-`--llama` is the Python of an environment with llama-cpp-python, which then decodes the same weights as GGUF, those of
-`--kind`, and of a GGUF file its own bytes. `--planes` decodes over the same weights in planes too, without a draft and
+`--llama` is the Python of an environment with llama-cpp-python, which then decodes the files of `--gguf`, as
+`convert_hf_to_gguf.py` of llama.cpp makes them, or the model, if it is such a file.
+`--planes` decodes over the same weights in planes too, without a draft and
 with these. `--length` sets fixed draft lengths beside the default control. `--tree` tells whether a change made
 decoding slower: another checkout, made by `git worktree add`, takes turns in a process of its own. With `--behind` the
 prompt is read once, and every way goes on from its keys and values: `selfspec bench --context` reads it each time, as
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,7 +36,6 @@ from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import model_place
 from selfspec.measure.stock import bare
 from selfspec.model.checkpoint import load_tokenizer
-from selfspec.tools.export.gguf_file import write_gguf
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, make_arm
 from selfspec.tools.lab.generations import Part
 
@@ -65,7 +64,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="+", default=[], help="of these drafts, fixed")
     parser.add_argument("--planes", nargs="*", metavar="DRAFT", help="over the same weights in planes")
     parser.add_argument("--llama", metavar="PYTHON", help="of the environment that has llama.cpp")
-    parser.add_argument("--kind", nargs="+", default=["F32", "Q8_0"], help="of weights in llama.cpp")
+    parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files of the same weights, for llama.cpp")
     parser.add_argument("--tree", type=Path, help="another checkout of selfspec, which decodes too")
     parser.add_argument("--behind", action="store_true", help="read the prompt once")
     parser.add_argument("--costs", action="store_true", help="predict speed-ups from the costs of a round's parts")
@@ -105,7 +104,9 @@ def main() -> None:
         arms.append(OwnArm(ArmSpec("other", "planes"), planes))
         arms += [OwnArm(ArmSpec("other", f"planes, {each}"), planes.drafting(each)) for each in options.planes]
     if options.llama:
-        arms += _by_llama(place, base, is_file, options)
+        how = (options.llama, options.threads, options.context + options.max_new_tokens)
+        files = [Path(place)] if is_file else options.gguf
+        arms += [WorkerArm.llama_cpp(f"llama.cpp {file.stem}", file, *how) for file in files]
     if options.tree:
         arms += _by_tree(place, drafts, options)
     cells = {
@@ -131,21 +132,6 @@ def _by_tree(place: str, drafts: list[tuple[str, int | None]], options: argparse
 
 def _behind(spec: selfspec.SelfSpeculative, cache: Any) -> selfspec.SelfSpeculative:
     return spec if cache is None else cast(selfspec.SelfSpeculative, Behind(spec, cache))
-
-
-def _by_llama(
-    place: str, base: selfspec.SelfSpeculative, is_file: bool, options: argparse.Namespace
-) -> list[WorkerArm]:
-    how = (options.llama, options.threads, options.context + options.max_new_tokens)
-    if is_file:
-        return [WorkerArm.llama_cpp("llama.cpp", Path(place), *how)]
-    found = []
-    with tempfile.TemporaryDirectory() as kept:
-        for kind in options.kind:
-            file = Path(kept) / f"{kind}.gguf"
-            write_gguf(base.model, base.model, None, file, kind.lower())
-            found.append(WorkerArm.llama_cpp(f"llama.cpp {kind}", file, *how))
-    return found
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/llama_cpp_worker.py FILE.gguf THREADS CONTEXT [--float32-cache]
 
-`decoding.py` and the tests of exports run it, with whatever Python has llama-cpp-python: it needs nothing else.
+`decoding.py` runs it, with whatever Python has llama-cpp-python: it needs nothing else.
 """
 
 from __future__ import annotations

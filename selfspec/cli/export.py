@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from selfspec.cli.options import Dtype, Model, Output, Threads, prepare_process, read_draft
-from selfspec.cli.terminal import console, counting_bar
-from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.cli.terminal import console
+from selfspec.errors import DraftConfigError
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
     from selfspec.tools.export.exported import Exported
     from selfspec.tools.pack import PackedFolder
-
-Format = Literal["transformers", "gguf"]
-Kept = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 
 
 def export(
@@ -26,19 +23,10 @@ def export(
         str,
         typer.Option(
             metavar="DRAFT",
-            help="What to export: `exit:4`, `skip:layers=3,5`, `skip-file:FILE` or `head:FOLDER@4`; with --format gguf "
-            "also `none`, the whole model.",
+            help="What to export: `exit:4`, `skip:layers=3,5` or `skip-file:FILE`.",
         ),
     ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where it goes: a folder, or a file for --format gguf.")],
-    format: Annotated[
-        Format,
-        typer.Option(metavar="FORMAT", help="`transformers`, which vLLM and SGLang load too, or llama.cpp's `gguf`."),
-    ] = "transformers",
-    precision: Annotated[
-        Kept | None,
-        typer.Option(metavar="TYPE", help="With --format gguf, keep matrices in `f32`, `f16`, `bf16` or `q8_0`."),
-    ] = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where it goes: a folder.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -53,10 +41,8 @@ def export(
     from selfspec.measure.checkpoint import load_checkpoint
     from selfspec.measure.prompts import check_reads_text
     from selfspec.model.checkpoint import read_config
-    from selfspec.tools.export.exported import export_checkpoint, export_gguf
+    from selfspec.tools.export.exported import export_checkpoint
 
-    if precision is not None and format != "gguf":
-        raise UnsupportedOptionError("--precision is of --format gguf; with transformers name a --dtype")
     drafter = read_draft(draft)
     if not isinstance(drafter, Drafter | None):
         raise DraftConfigError(
@@ -67,38 +53,21 @@ def export(
     read_config(place)
     checkpoint = load_checkpoint(place, dtype, "cpu")
     check_reads_text(checkpoint.model)
-    if format == "gguf":
-        with counting_bar("writing") as count:
-            done = export_gguf(
-                checkpoint.model,
-                checkpoint.tokenizer,
-                drafter,
-                to,
-                precision=precision or "auto",
-                overwrite=overwrite,
-                progress=count,
-            )
-    else:
-        done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to, overwrite=overwrite)
+    done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to, overwrite=overwrite)
     if output == "text":
-        console().print(_shown(done, format, drafter is None), soft_wrap=True)
+        console().print(_shown(done), soft_wrap=True)
     return done
 
 
-def _shown(done: Exported, format: Format, is_whole: bool) -> str:
+def _shown(done: Exported) -> str:
     lines = [
         f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters "
         f"({done.share:.0%} of the model's), {done.size:,} bytes"
     ]
-    if done.folded:
-        lines.append("The exit head is one more layer behind them.")
     if done.whole_vocabulary:
         lines.append("It reads the whole head: these engines draft with the target's vocabulary.")
-    if format == "gguf":
-        lines.append(f"Use it with llama-server {'-m' if is_whole else '-m MODEL.gguf -md'} {done.place}.")
-    else:
-        use = "model.generate(..., assistant_model=...) on"
-        lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM and SGLang.")
+    use = "model.generate(..., assistant_model=...) on"
+    lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM, SGLang and llama.cpp.")
     return "\n".join(lines)
 
 

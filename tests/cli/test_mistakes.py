@@ -113,7 +113,6 @@ COMMANDS = {
     "export {stories} --to {tmp}/new": {
         "--draft auto": "a choice among drafts",
         "--draft exit:99": "out of range",
-        "--draft exit:2 --precision f16": "--format gguf",
     },
     "demo": {
         "--draft none": "give --draft exit:4",

@@ -76,15 +76,6 @@ def test_an_exported_checkpoint_is_written_over_when_asked(invoke: Invoke, folde
     assert json.loads(over.stdout)["layers"] == [0, 2, 3, 4]
 
 
-def test_an_exported_gguf_file(said: Said, folder: str, tmp_path: Path) -> None:
-    to = tmp_path / "draft.gguf"
-    words = ("export", folder, "--format", "gguf", "--to", str(to), "--precision", "q8_0", "--draft")
-    found = said(*words, "exit:2")
-    assert to.stat().st_size == found["size"]
-    assert to.read_bytes()[:4] == b"GGUF"
-    assert said(*words, "none", "--overwrite")["share"] == 1
-
-
 def test_a_folder_is_packed(said: Said, tmp_path: Path) -> None:
     tiny.llama().bfloat16().save_pretrained(tmp_path / "model")
     found = said("pack", str(tmp_path / "model"), "--to", str(tmp_path / "packed"))

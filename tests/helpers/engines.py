@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,6 @@ def engine_python(variable: str) -> str:
     if not python:
         pytest.skip(f"{variable} names no Python: see CONTRIBUTING.md")
     return python
-
-
-def ask_llama_cpp(file: Path, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What llama.cpp answers to some jobs with a GGUF file; see `benchmarks/llama_cpp_worker.py`."""
-    command = [
-        engine_python("SELFSPEC_LLAMA_CPP_PYTHON"),
-        "-P",
-        str(_BENCHMARKS / "llama_cpp_worker.py"),
-        str(file),
-        "1",
-        "512",
-        "--float32-cache",
-    ]
-    lines = "".join(json.dumps(job) + "\n" for job in jobs)
-    found = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=240, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    return [json.loads(line) for line in found.stdout.splitlines()[1:]]
 
 
 def ask_vllm(job: dict[str, Any], folder: Path) -> dict[str, Any]:

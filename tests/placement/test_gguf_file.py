@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.copies import plan, wrapped
+from helpers.gguf_files import write_gguf
 from selfspec.errors import CheckpointError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.formats.gguf import Gguf
 from selfspec.formats.packed import PackedWeight
@@ -23,7 +24,6 @@ from selfspec.model.view import is_streamed
 from selfspec.placement.place import place
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk
-from selfspec.tools.export.gguf_file import write_gguf
 
 SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "dtype": torch.float32}
 TOKENIZER = tiny.tokenizer(("a", "b"))
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_
 
 def written(folder: Path, model: PreTrainedModel, precision: str = "q8_0") -> Path:
     file = folder / "model.gguf"
-    write_gguf(model, model, TOKENIZER, file, precision)
+    write_gguf(model, TOKENIZER, file, precision)
     return file
 
 

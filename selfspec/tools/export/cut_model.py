@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
-from selfspec.draft.early_exit import ExitAdapter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -24,29 +22,24 @@ from selfspec.model.tensor_parallel import whole
 _NO_LAYERS = ("architectures", "eos_token_id", "bos_token_id", "pad_token_id")
 
 
-def cut_model(
-    model: PreTrainedModel, adapter: Adapter, layers: Sequence[int], behind: Iterable[Mapping[str, Tensor]] = ()
-) -> PreTrainedModel:
+def cut_model(model: PreTrainedModel, adapter: Adapter, layers: Sequence[int]) -> PreTrainedModel:
     """Make a model of some layers of another, in ascending order, with its embeddings, norm and head, to be saved.
 
-    It shares their weights; computed tensors, such as rotary tables, take no memory. `behind` are weights of further
-    layers, by their names within a layer. An UnsupportedModelError: the architecture cannot be cut between these
-    layers.
+    It shares their weights; computed tensors, such as rotary tables, take no memory. An UnsupportedModelError: the
+    architecture cannot be cut between these layers.
     """
-    further = list(behind)
-    places = [*layers, *[layers[-1]] * len(further)]
     try:
-        config = cut_config(model.config, places)
+        config = cut_config(model.config, layers)
         with torch.device("meta"):
             cut: PreTrainedModel = type(model)(config)
-        state = _cut_state(model, ".".join(adapter.path(model)), layers, further)
+        state = _cut_state(model, ".".join(adapter.path(model)), layers)
         cut.load_state_dict(state, strict=True, assign=True)
     # What a config or a model is checked for differs between architectures, and so do the types.
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be cut to layers {_listed(layers)}: its config does not say what each "
-            f"layer is ({reason}); choose another exit, or export from another model"
+            f"{type(model).__name__} cannot be cut to layers {', '.join(map(str, layers))}: its config does not say what "
+            f"each layer is ({reason}); choose another exit, or export from another model"
         ) from error
     cut.tie_weights()
     cut.generation_config = deepcopy(model.generation_config)
@@ -76,9 +69,7 @@ def _name_of(config: PreTrainedConfig, text: PreTrainedConfig) -> str:
     return names[0]
 
 
-def _cut_state(
-    model: nn.Module, prefix: str, layers: Sequence[int], behind: Sequence[Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
+def _cut_state(model: nn.Module, prefix: str, layers: Sequence[int]) -> dict[str, Tensor]:
     numbers = {layer: place for place, layer in enumerate(layers)}
     state: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
@@ -89,13 +80,7 @@ def _cut_state(
                 continue
             kept = f"{prefix}.{numbers[int(layer)]}.{inside}"
         state[kept] = whole(weight).detach()
-    for place, weights in enumerate(behind, start=len(layers)):
-        state |= {f"{prefix}.{place}.{name}": weight for name, weight in weights.items()}
     return state
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -103,62 +88,7 @@ def parameter_count(model: nn.Module) -> int:
     return sum(weight.numel() for weight in {id(each): each for each in model.parameters()}.values())
 
 
-_NORM, _GATE, _UP, _DOWN = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_REMEDY = "export exit:E without the head"
-
-
-def folded(adapter: ExitAdapter, layer: nn.Module) -> dict[str, Tensor]:
-    """Return weights of a decoder layer that computes what an exit adapter does, by their names within the layer.
-
-    The adapter's `scale` is 1 everywhere: it leaves the residual branch as it is.
-
-    Raises:
-        UnsupportedModelError: the layers of the model have no gated MLP behind an RMS norm.
-        DraftConfigError: the adapter scales the residual branch, or is wider than the MLP.
-    """
-    weights = {name: weight.detach() for name, weight in layer.state_dict().items()}
-    needed = [f"{name}.weight" for name in (_NORM, _GATE, _UP, _DOWN, "self_attn.o_proj")]
-    if any(name not in weights for name in needed) or "pre_feedforward_layernorm.weight" in weights:
-        raise UnsupportedModelError(
-            f"an exit head cannot be folded into a {type(layer).__name__}, which has no gated MLP behind one norm; "
-            f"{_REMEDY}"
-        )
-    if not bool((adapter.scale == 1).all()):
-        raise DraftConfigError(
-            "this exit head scales the residual stream, which no layer of the model does, so it cannot be folded into "
-            f"one; train it with --foldable, or {_REMEDY}"
-        )
-    rank, width = adapter.gate.weight.shape[0], weights[f"{_GATE}.weight"].shape[0]
-    if rank > width:
-        raise DraftConfigError(
-            f"this exit head is {rank} wide and the MLP of a layer {width}, so it cannot be folded into one; train it "
-            f"with --rank {width}, or {_REMEDY}"
-        )
-    found = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for name, weight in weights.items():
-        # Of zeros a norm makes zeros, whatever its weight.
-        if name.endswith(("norm.weight", "layernorm.weight")):
-            found[name] = torch.ones_like(weight)
-    found[f"{_NORM}.weight"] = adapter.norm.weight.detach().to(weights[f"{_NORM}.weight"])
-    for name, linear in ((_GATE, adapter.gate), (_UP, adapter.up)):
-        found[f"{name}.weight"][:rank] = linear.weight.detach()
-    found[f"{_DOWN}.weight"][:, :rank] = adapter.down.weight.detach()
-    return found
-
-
-@dataclass(frozen=True)
-class DraftLayers:
-    """A draft that is whole layers of its model, between the model's own embeddings, norm and head.
-
-    `reduced` says that the draft reads few rows of the head. Engines want all rows, so a checkpoint has them all.
-    """
-
-    layers: tuple[int, ...]
-    exit_adapter: ExitAdapter | None = None
-    reduced: bool = False
-
-
-def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter) -> DraftLayers:
+def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter) -> tuple[int, ...]:
     """Return the layers that a draft is; refuse one that is not whole layers, or was made for another model."""
     if drafter is None:
         raise DraftConfigError("plain decoding has no draft to export; name one, e.g. exit:4 or skip:layers=3,5")
@@ -191,13 +121,9 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
             f"{name} reads less of the cache, or fewer experts, than a checkpoint of these layers would; export the "
             "layers alone (exit:E, skip:layers=...)"
         )
-    head = drafter.head
-    found = None if head is None else head.adapter
-    if found is not None and not isinstance(found, ExitAdapter):
-        raise DraftConfigError(
-            f"the head of {name} is no exit head of selfspec's, so it cannot be a layer; export exit:E"
-        )
-    return DraftLayers(_whole_layers(path, name), found, head is not None and head.tokens is not None)
+    if drafter.head is not None and drafter.head.adapter is not None:
+        raise DraftConfigError(f"the head of {name} is no layer of the model; export the layers alone (exit:E)")
+    return _whole_layers(path, name)
 
 
 def _whole_layers(path: LayerPath, name: str) -> tuple[int, ...]:

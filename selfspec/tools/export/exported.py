@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,24 +15,17 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import UnsupportedModelError
-from selfspec.files.writing import check_output_folder, whole, write_json
+from selfspec.files.writing import check_output_folder, write_json
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.decodable import check_saved_whole
-from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
-from selfspec.tools.export.cut_model import DraftLayers, cut_model, folded, layers_of, parameter_count
-from selfspec.tools.lab.outputs import check_new, check_output_file, whole_folder
+from selfspec.tools.export.cut_model import cut_model, layers_of, parameter_count
+from selfspec.tools.lab.outputs import check_new, whole_folder
 from selfspec.version import __version__
-
-Precision = Literal["auto", "f32", "f16", "bf16", "q8_0"]
-"""Precision of matrices in a GGUF file; "auto": as the model has them."""
-
-_OVERWRITE = "choose another place, or overwrite it (--overwrite)"
-_RECORD = "selfspec_export.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,6 @@ class Exported:
         place: folder or file that was written.
         draft: name of the draft.
         layers: numbers of the model's layers that it holds.
-        folded: True if an exit head is one more layer behind them.
         whole_vocabulary: True if the draft reads some rows of the head, and the export reads all.
         parameters: number of its parameters; tied ones count once.
         share: its parameters divided by the model's.
@@ -57,7 +46,6 @@ class Exported:
     place: str
     draft: str
     layers: tuple[int, ...]
-    folded: bool
     whole_vocabulary: bool
     parameters: int
     share: float
@@ -94,72 +82,6 @@ def export_checkpoint(
     """
     check_module(model)
     place, found = checked_path("to", to), adapter or find_adapter(model)
-    layers = _checked(model, drafter, found)
-    if not overwrite:
-        check_new(place, _OVERWRITE)
-    check_output_folder(place)
-    assert isinstance(drafter, LayerPathDrafter)
-    with whole_folder(place) as folder:
-        cut = _cut_into(folder, model, found, layers)
-        off = prove(folder, model, found, drafter)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        write_json(folder / _RECORD, _record(model, drafter, layers))
-    size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-    return _exported(place, model, cut, drafter, layers, size, off)
-
-
-def export_gguf(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    drafter: Drafter | None,
-    to: str | Path,
-    *,
-    precision: Precision = "auto",
-    overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> Exported:
-    """Write a draft as a GGUF file, which llama.cpp loads; of plain decoding (None), the whole model.
-
-    Args:
-        model: a stock model in memory, of an architecture in `selfspec.tools.export.gguf_file.ARCHITECTURES`.
-        tokenizer: the model's tokenizer.
-        drafter: as in `export_checkpoint`; None: every layer.
-        to: a file that does not exist.
-        precision: precision of matrices; vectors stay in float32.
-        overwrite: True to replace an existing file.
-        progress: called with the number of tensors written so far, and of all tensors.
-
-    Raises:
-        DraftConfigError, UnsupportedModelError, StorageError: as `export_checkpoint`.
-        UnsupportedOptionError: the package `gguf` is not installed.
-    """
-    from selfspec.tools.export.gguf_file import check_architecture, write_gguf
-
-    check_module(model)
-    place, found = checked_path("to", to), find_adapter(model)
-    check_architecture(model)
-    layers = (
-        DraftLayers(tuple(range(len(found.decoder_layers(model)))))
-        if drafter is None
-        else _checked(model, drafter, found)
-    )
-    if not overwrite:
-        check_new(place, _OVERWRITE)
-    check_output_file(place)
-    if drafter is None:
-        cut, off = cut_model(model, found, layers.layers), 0.0
-    else:
-        assert isinstance(drafter, LayerPathDrafter)
-        with TemporaryDirectory() as folder:
-            cut = _cut_into(Path(folder), model, found, layers)
-            off = prove(Path(folder), model, found, drafter)
-    with whole(place) as file:
-        write_gguf(model, cut, tokenizer, file, precision, progress)
-    return _exported(place, model, cut, drafter, layers, place.stat().st_size, off)
-
-
-def _checked(model: PreTrainedModel, drafter: Drafter | None, adapter: Adapter) -> DraftLayers:
     if any(weight.is_meta for weight in model.parameters()):
         raise UnsupportedModelError(
             "weights of this model are not in memory, so they cannot be exported; load it without a budget "
@@ -167,48 +89,31 @@ def _checked(model: PreTrainedModel, drafter: Drafter | None, adapter: Adapter) 
         )
     check_saved_whole(model)
     check_on_one_process(model, "an export")
-    return layers_of(drafter, model, adapter)
-
-
-def _cut_into(folder: Path, model: PreTrainedModel, adapter: Adapter, layers: DraftLayers) -> PreTrainedModel:
-    """Save the model that the draft is."""
-    last = adapter.decoder_layers(model)[layers.layers[-1]]
-    behind = [] if layers.exit_adapter is None else [folded(layers.exit_adapter, last)]
-    cut = cut_model(model, adapter, layers.layers, behind)
-    with without_progress_bar():
-        cut.save_pretrained(folder)
-    return cut
-
-
-def _record(model: PreTrainedModel, drafter: Drafter | None, layers: DraftLayers) -> dict[str, Any]:
-    return {
-        "draft": draft_name(drafter),
-        "layers": list(layers.layers),
-        "base": fingerprint(model),
-        "selfspec": __version__,
-    }
-
-
-def _exported(
-    place: Path,
-    model: PreTrainedModel,
-    cut: PreTrainedModel,
-    drafter: Drafter | None,
-    layers: DraftLayers,
-    size: int,
-    off: float,
-) -> Exported:
+    layers = layers_of(drafter, model, found)
+    assert isinstance(drafter, LayerPathDrafter)
+    name, head = draft_name(drafter), drafter.head
+    if not overwrite:
+        check_new(place, "choose another place, or overwrite it (--overwrite)")
+    check_output_folder(place)
+    with whole_folder(place) as folder:
+        cut = cut_model(model, found, layers)
+        with without_progress_bar():
+            cut.save_pretrained(folder)
+        off = prove(folder, model, found, drafter)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        record = {"draft": name, "layers": list(layers), "base": fingerprint(model), "selfspec": __version__}
+        write_json(folder / "selfspec_export.json", record)
     parameters = parameter_count(cut)
     return Exported(
-        str(place),
-        draft_name(drafter),
-        layers.layers,
-        layers.exit_adapter is not None,
-        layers.reduced,
-        parameters,
-        parameters / parameter_count(model),
-        size,
-        off,
+        place=str(place),
+        draft=name,
+        layers=layers,
+        whole_vocabulary=head is not None and head.tokens is not None,
+        parameters=parameters,
+        share=parameters / parameter_count(model),
+        size=sum(file.stat().st_size for file in place.rglob("*") if file.is_file()),
+        off=off,
     )
 
 
@@ -221,13 +126,11 @@ _ROUGH = 0.1
 @torch.no_grad()
 def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter) -> float:
     """Return the largest difference of a checkpoint's logits from a draft's, in deviations; refuse too much."""
-    head = drafter.head
-    whole = None if head is None or head.adapter is None else DraftHead(head.adapter)
     ids = _random_tokens(model)
     cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
     cache.cursors.reserve(ids.shape[1])
     path = drafter.path(len(adapter.decoder_layers(model)))
-    draft = ModelRunner(model, adapter, cache).run(PassRequest(path, ids, head=whole)).logits.double()
+    draft = ModelRunner(model, adapter, cache).run(PassRequest(path, ids)).logits.double()
     with without_progress_bar():
         loaded = type(model).from_pretrained(folder, dtype=model.dtype, **_kernels(model), use_safetensors=True)
     # As `generate` counts them.

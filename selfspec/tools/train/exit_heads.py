@@ -68,9 +68,6 @@ class ExitLesson(Lesson):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             heads = ExitHeads(hidden, recipe.rank or 2 * hidden, self._exits, tokens)
-        if recipe.foldable:
-            for head in heads.exits.values():
-                head.get_parameter("scale").requires_grad_(False)
         self.model: ExitHeads = heads.to(base.device)
 
     def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:

@@ -184,10 +184,6 @@ class ExitHeadRecipe(BesideRecipe):
         Literal["kl", "tv", "both"],
         Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
     ] = "both"
-    foldable: Annotated[
-        bool,
-        Option(help="Leave the residual stream as it is: `selfspec export` makes such a head a layer."),
-    ] = False
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
         """Return the exits to teach in a network of `depth` layers; by default at a quarter and a third of it."""

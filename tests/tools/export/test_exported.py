@@ -1,4 +1,4 @@
-"""What is exported is the draft: `transformers` accepts as much of it, GGUF holds it, vLLM looks up as it does."""
+"""What is exported is the draft: `transformers` accepts as much of it, vLLM looks up as it does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -28,7 +27,7 @@ from selfspec.draft.prompt_lookup import following, last_match
 from selfspec.errors import SelfSpecError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint
-from selfspec.tools.export.exported import export_checkpoint, export_gguf
+from selfspec.tools.export.exported import export_checkpoint
 from selfspec.tools.export.vllm import LookUps
 
 # Without a padding token: the assistant of transformers takes such tokens in a text for padding.
@@ -111,6 +110,12 @@ def test_what_is_no_whole_layers_is_refused(
     assert not any(tmp_path.iterdir())
 
 
+def test_a_head_that_is_no_layer_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
+    head = ExitHead(2, DraftHead(ExitAdapter(32, 8).double()), fingerprint(llama))
+    with pytest.raises(SelfSpecError, match="no layer of the model"):
+        export_checkpoint(llama, None, head, tmp_path / "draft")
+
+
 def test_a_reduced_vocabulary_is_written_whole_and_says_so(llama: PreTrainedModel, tmp_path: Path) -> None:
     drafter = drafts.ReducedVocabulary(drafts.EarlyExit(2), tuple(range(10)))
     assert export_checkpoint(llama, None, drafter, tmp_path / "draft").whole_vocabulary
@@ -143,111 +148,6 @@ def test_a_draft_that_the_cut_does_not_compute_is_not_written(
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="do not compute by themselves"):
         export_checkpoint(llama, None, drafts.EarlyExit(2), tmp_path / "draft")
     assert not any(tmp_path.iterdir())
-
-
-HIDDEN = 32
-
-
-def _head(model: PreTrainedModel, rank: int, scale: float = 1.0) -> ExitHead:
-    adapter = ExitAdapter(HIDDEN, rank).double()
-    with torch.no_grad():
-        adapter.scale.fill_(scale)
-        for weight in (adapter.norm.weight, adapter.gate.weight, adapter.up.weight, adapter.down.weight):
-            weight.copy_(torch.randn_like(weight))
-    return ExitHead(2, DraftHead(adapter.requires_grad_(False).eval()), fingerprint(model))
-
-
-@pytest.mark.parametrize(("kind", "rank"), [("llama", 16), ("mistral", 48), ("qwen2", 16), ("qwen3", 48)])
-def test_the_head_is_one_more_layer(kind: str, rank: int, tmp_path: Path) -> None:
-    model = tiny.BUILDERS[kind](rms_norm_eps=1e-6, **({"sliding_window": tiny.CONTEXT} if kind == "mistral" else {}))
-    drafter = _head(model, rank)
-    report = export_checkpoint(model, None, drafter, tmp_path / "draft")
-    assert (report.layers, report.folded) == ((0, 1), True)
-    # Norms of these models compute in float32.
-    assert report.off < 1e-5
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float64)
-    assert draft.config.num_hidden_layers == 3
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": None}
-    text = assisted(model, draft, tiny.prompt(5), 3, **options)
-    assert_rounds_are(text, model, drafter, tiny.prompt(5), 3, **options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "rank", "scale", "said"),
-    [
-        ("llama", 16, 1.1, "--foldable"),
-        ("llama", 64, 1.0, "--rank 48"),
-        ("gpt2", 16, 1.0, "no gated MLP"),
-        ("bitnet", 16, 1.0, "choose another exit"),
-    ],
-)
-def test_what_cannot_be_folded_is_refused(kind: str, rank: int, scale: float, said: str, tmp_path: Path) -> None:
-    model = tiny.BUILDERS[kind]()
-    with pytest.raises(selfspec.errors.SelfSpecError, match=said):
-        export_checkpoint(model, None, _head(model, rank, scale), tmp_path / "draft")
-    assert not any(tmp_path.iterdir())
-
-
-# llama.cpp loads none that merges nothing.
-TOKENIZER = tiny.tokenizer(("a", "b"))
-
-
-_read: Any = gguf.GGUFReader
-
-
-def test_layers_norms_and_head_are_there(tmp_path: Path) -> None:
-    model = tiny.llama(vocab_size=260, dtype=torch.float32)
-    report = export_gguf(model, TOKENIZER, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
-    read = _read(tmp_path / "draft.gguf")
-    found = {tensor.name: tensor.data for tensor in read.tensors}
-    assert sum(name.startswith("blk.1.") for name in found) == 9
-    assert not any(name.startswith("blk.2.") for name in found)
-    assert np.array_equal(found["output.weight"], model.lm_head.weight.detach().numpy())
-    assert np.array_equal(found["blk.1.ffn_up.weight"], model.model.layers[1].mlp.up_proj.weight.detach().numpy())
-    assert read.fields["llama.block_count"].contents() == 2
-    assert read.fields["tokenizer.ggml.model"].contents() == "gpt2"
-    assert len(read.fields["tokenizer.ggml.tokens"].contents()) == 260
-    assert report.size == (tmp_path / "draft.gguf").stat().st_size
-
-
-def test_a_tied_head_is_written_once_and_the_whole_model_too(tmp_path: Path) -> None:
-    model = tiny.qwen2(vocab_size=260, tie_word_embeddings=True, dtype=torch.float32)
-    report = export_gguf(model, TOKENIZER, None, tmp_path / "whole.gguf", precision="q8_0")
-    read = _read(tmp_path / "whole.gguf")
-    names = [tensor.name for tensor in read.tensors]
-    assert "output.weight" not in names
-    assert "blk.3.attn_q.bias" in names
-    assert report.share == 1
-    # Positions that a window would hide are left out.
-    assert read.fields["qwen2.context_length"].contents() == tiny.WINDOW
-
-
-def test_scaled_rotary_positions_are_a_table(tmp_path: Path) -> None:
-    model = tiny.llama(vocab_size=260, rope_parameters=tiny.LLAMA3_ROPE)
-    export_gguf(model, TOKENIZER, selfspec.drafts.EarlyExit(1), tmp_path / "draft.gguf")
-    found = {tensor.name: tensor.data for tensor in _read(tmp_path / "draft.gguf").tensors}
-    assert found["rope_freqs.weight"].tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], abs=1e-5)
-
-
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize(
-    ("model", "tokenizer", "said"),
-    [
-        (lambda: tiny.gpt2(vocab_size=260), TOKENIZER, "only llama, mistral, qwen2, qwen3"),
-        (lambda: tiny.qwen3(vocab_size=260, rope_parameters=YARN), TOKENIZER, "type 'yarn'"),
-        (lambda: tiny.llama(vocab_size=260), tiny.tokenizer(), "only those that merge pairs"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(tmp_path: Path, model: Any, tokenizer: Any, said: str) -> None:
-    with pytest.raises(selfspec.errors.UnsupportedModelError, match=said):
-        export_gguf(model(), tokenizer, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
-    assert not any(tmp_path.iterdir())
-    (tmp_path / "draft.gguf").write_text("mine")
-    with pytest.raises(selfspec.errors.StorageError, match="there already"):
-        export_gguf(tiny.llama(vocab_size=260), TOKENIZER, selfspec.drafts.EarlyExit(2), tmp_path / "draft.gguf")
-    assert (tmp_path / "draft.gguf").read_text() == "mine"
 
 
 CONTEXT = 64
