@@ -24,15 +24,11 @@ from selfspec.tools.doctor import MachineReport, Packages, Products
 from selfspec.tools.export.exported import Exported
 from selfspec.tools.pack import PackedFolder
 from selfspec.tools.prospects import CheckpointSummary
-from selfspec.tools.train.run import CheckedExit
 
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {
     each.__name__: each
-    for each in (
-        *(CheckedExit, CheckpointSummary, Estimate, Exported, MachineReport, Packages),
-        *(PackedFolder, Products, SpareCores),
-    )
+    for each in (*(CheckpointSummary, Estimate, Exported, MachineReport, Packages, PackedFolder, Products, SpareCores),)
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)
 _VERSION: Any = (

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, Threads, grouped, prepare_process
-from selfspec.cli.terminal import console, counting_bar, figures_table, progress_bar
-from selfspec.errors import UnsupportedOptionError
+from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, grouped, prepare_process
+from selfspec.cli.terminal import console, counting_bar, figures_table
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import (
-    Averaging,
     Course,
     DraftHeadCourse,
     ExitHeadRecipe,
@@ -27,9 +24,6 @@ from selfspec.tools.train.recipe import (
     LayerSkipRecipe,
     Texts,
 )
-
-if TYPE_CHECKING:
-    from selfspec.tools.train.run import CheckedExit
 
 train = typer.Typer(
     name="train",
@@ -49,13 +43,6 @@ _UNSAID = {
 }
 # Figures of each exit.
 _OF_EXITS = ("agreement", "alpha", "speedup")
-# Of the check of a trained checkpoint: tokens of a prompt, and what is generated.
-_CONTEXT, _NEW, _TEMPERATURE = 24, 32, 0.8
-
-CheckSeconds = Annotated[
-    float,
-    typer.Option(min=0, help="After training, measure the exits for about X seconds; each decodes at least one text."),
-]
 To = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the result. Repeat the command to resume.")]
 
 
@@ -69,8 +56,6 @@ class Trained:
         before: figures on held-out text.
         resumed_at: the step it went on from; 0: it began anew.
         doubts: what looked wrong on the way.
-        checked: each exit, predicted and measured in times plain decoding; None of `train plain` and `head`.
-        verdict: what it made, in a sentence.
     """
 
     source: dict[str, Any]
@@ -85,25 +70,6 @@ class Trained:
     doubts: list[str]
     log: list[dict[str, float]]
     folder: str
-    checked: list[CheckedExit] | None = None
-    verdict: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Averaged:
-    """`selfspec train average`."""
-
-    trained: dict[str, str]
-    base: dict[str, str]
-    base_share: float
-    held_out: dict[str, str] | None
-    held_out_blocks: int
-    before: dict[str, float]
-    after: dict[str, float]
-    folder: str
-
-
-_Result = TypeVar("_Result", Trained, Averaged)
 
 
 @dataclass(frozen=True)
@@ -131,16 +97,13 @@ def layerskip(
     recipe: LayerSkipRecipe,
     course: Course,
     machine: MachineOptions,
-    check_seconds: CheckSeconds = 15.0,
     output: Output = "text",
 ) -> Trained:
     """Continue a checkpoint by the LayerSkip recipe (Elhoushi et al., 2024), so that early exits draft well.
 
     The weights change; the report says what that costs the full model on held-out text.
     """
-    _check_seconds(check_seconds)
-    trained = _train(model, text, course, recipe, to, machine)
-    return _shown(_checked(trained, model, machine.device, check_seconds), output)
+    return _shown(_train(model, text, course, recipe, to, machine), output, str(to))
 
 
 @train.command()
@@ -161,16 +124,13 @@ def exit_heads(
     heads: ExitHeadRecipe,
     course: HeadCourse,
     machine: MachineOptions,
-    check_seconds: CheckSeconds = 15.0,
     output: Output = "text",
 ) -> Trained:
     """Train exit heads for a base that stays as it is: a side-car of a few MB, for `--draft head:FOLDER`.
 
     Heads learn the full model's own distribution; alpha = 1 - TV is the acceptance rate to expect.
     """
-    _check_seconds(check_seconds)
-    trained = _train(model, text, course, heads, to, machine)
-    return _shown(_checked(trained, model, machine.device, check_seconds), output)
+    return _shown(_train(model, text, course, heads, to, machine), output, f"{model} --draft head:{to}")
 
 
 @train.command()
@@ -190,26 +150,6 @@ def head(
     are the acceptance rates to expect.
     """
     return _shown(_train(model, text, course, recipe, to, machine), output)
-
-
-@train.command()
-@grouped
-def average(
-    trained: Annotated[str, typer.Argument(metavar="TRAINED", help="Checkpoint that `train layerskip` wrote.")],
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint that it was trained from.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write the average to.")],
-    averaging: Averaging,
-    threads: Threads = None,
-    output: Output = "text",
-) -> Averaged:
-    """Average a trained checkpoint with its base: exits lose a little of what they learnt, and the full model gains."""
-    from selfspec.tools.train.layerskip import average as run
-
-    _prepare(threads)
-    with progress_bar("averaging") as bar:
-        bar.add_task("reading, averaging, measuring", total=None)
-        report = run(model_place(trained), model_place(base), averaging, to)
-    return _shown(Averaged(**report, folder=str(to)), output)
 
 
 @train.command()
@@ -274,7 +214,7 @@ def _train(
     return Trained(**report, folder=str(to))
 
 
-def _pair(result: Trained | Averaged, name: str) -> str:
+def _pair(result: Trained, name: str) -> str:
     return f"{result.before.get(name, math.nan):.3f}  {result.after[name]:.3f}"
 
 
@@ -291,11 +231,6 @@ def _line(figures: Mapping[str, float]) -> str:
     return ", ".join(said)
 
 
-def _check_seconds(given: float) -> None:
-    if not given < math.inf:
-        raise UnsupportedOptionError(f"--check-seconds {given:g} never ends; give e.g. 15")
-
-
 def _prepare(threads: int | None) -> None:
     import torch
     from transformers.utils import logging
@@ -306,8 +241,8 @@ def _prepare(threads: int | None) -> None:
     torch.set_flush_denormal(True)
 
 
-def _shown(result: _Result, output: OutputFormat) -> _Result:
-    """Print what a training did to the figures on the held-out text, unless JSON is to say it."""
+def _shown(result: Trained, output: OutputFormat, calibrated: str | None = None) -> Trained:
+    """Print what a training did to the figures on the held-out text, and how to measure its exits, unless in JSON."""
     if output == "json":
         return result
     table = figures_table(None, ["held out"], ["loss", "agreement", "alpha", "speed-up"])
@@ -325,47 +260,8 @@ def _shown(result: _Result, output: OutputFormat) -> _Result:
         f"Before and after, in {result.folder}. Loss: nats a token. Agreement: top-1, with the full model. Alpha: 1 - "
         "TV, the acceptance to expect. Speed-up: predicted from the weights a draft step reads, an upper bound."
     )
-    if isinstance(result, Trained):
-        notes = [f"It was resumed at step {result.resumed_at}."] if result.resumed_at else []
-        notes += [f"Warning: {doubt}." for doubt in result.doubts]
-        print(*notes, *([result.verdict] if result.verdict else []), sep="\n")
+    notes = [f"It was resumed at step {result.resumed_at}."] if result.resumed_at else []
+    notes += [f"Warning: {doubt}." for doubt in result.doubts]
+    notes += [] if calibrated is None else [f"What exits are worth here: selfspec calibrate {calibrated}"]
+    print(*notes, sep="\n")
     return result
-
-
-def _checked(trained: Trained, base: str, device: str, seconds: float) -> Trained:
-    """Decode with each exit that has figures, in turns with plain decoding, for some seconds; add the verdict."""
-    from selfspec.measure.checkpoint import load_checkpoint
-    from selfspec.measure.prompts import BEGINNINGS
-    from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
-    from selfspec.tools.lab.generations import rows_of
-    from selfspec.tools.lab.runs import Row
-    from selfspec.tools.lab.table import estimate_in, records, summarise
-    from selfspec.tools.lab.turns import ENDLESS, measure
-    from selfspec.tools.train.run import CheckedExit, verdict
-
-    figures, to = trained.after, trained.folder
-    layers = _exits(figures)
-    # Heads are read beside their base, which is as it was.
-    heads = "exits" in (trained.recipe or {}) and "rank" in (trained.recipe or {})
-    drafts = {layer: f"head:{to}@{layer}" if heads else f"exit:{layer}" for layer in layers}
-    checkpoint = load_checkpoint(model_place(base) if heads else to, "auto", device)
-    prompts = [Prompts.of_one_length(checkpoint.encode(text)[:, :_CONTEXT]) for text in BEGINNINGS]
-    specs = [ArmSpec("plain"), *(ArmSpec("draft", draft) for draft in drafts.values())]
-    arms = [make_arm(spec, checkpoint.model) for spec in specs]
-    greedy, sampled = (Cell("check", temperature, 1, _CONTEXT, _NEW) for temperature in (0.0, _TEMPERATURE))
-    rows, model, began = list[Row](), checkpoint.model, time.perf_counter()
-    for arm in arms:
-        arm.decode(prompts[0], greedy, seed=0)
-    for cell, share in ((greedy, 0.5), (sampled, 1.0)):
-        until = began + share * seconds
-        runs = measure(model, cell, arms, prompts, ENDLESS, 0, lambda: None, until=until)
-        rows += rows_of(model, "check", cell, prompts, runs)
-    table = records(summarise(rows))
-    speeds = {(row.get("draft"), row["temperature"]): estimate_in(row, "speedup") for row in table}
-    checked = []
-    for layer, draft in drafts.items():
-        one, other = (speeds[draft, temperature] for temperature in (0.0, _TEMPERATURE))
-        assert one is not None
-        assert other is not None
-        checked.append(CheckedExit(draft, figures[f"speedup_{layer}"], one, other))
-    return replace(trained, checked=checked, verdict=verdict(checked, Path(to), trained.before, figures))

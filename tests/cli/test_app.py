@@ -31,10 +31,9 @@ from selfspec.cli.terminal import StepBar, counting_bar, progress_bar
 from selfspec.draft import LayerSkip
 from selfspec.draft.registry import declarations
 from selfspec.errors import DraftConfigError, SelfSpecError
-from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.doctor import KernelState, MachineReport, Packages, Products, findings, read_packages
-from selfspec.tools.train.run import CheckedExit, doubts, verdict
+from selfspec.tools.train.run import doubts
 
 
 def test_version(invoke: Invoke) -> None:
@@ -177,30 +176,6 @@ def test_the_drafts_that_are_listed_are_of_the_grammar(draft: str) -> None:
     # The files of the examples are not there.
     assert "not understood" not in message
     assert not message.startswith("--")
-
-
-def estimate(value: float) -> Estimate:
-    return Estimate(value, value - 0.1, value + 0.1, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("greedy", "sampled", "said"),
-    [(1.4, 1.2, "exit:4 in times plain decoding: greedy 1.40"), (0.9, 0.8, "No exit surely beat plain decoding here")],
-)
-def test_of_a_training(greedy: float, sampled: float, said: str) -> None:
-    checked = [
-        CheckedExit("exit:2", 1.3, estimate(0.5), estimate(0.5)),
-        CheckedExit("exit:4", 1.5, estimate(greedy), estimate(sampled)),
-    ]
-    found = verdict(checked, Path("FASTER"), {"held_out_loss": 2.0}, {"held_out_loss": 2.1})
-    assert found.startswith(said)
-    assert "predicted 1.50" in found
-    assert "lost 0.10 nats a token" in found
-    one_turn = replace(checked[1], sampled=Estimate(1.05, 1.05, 1.05))
-    assert verdict([replace(one_turn, greedy=estimate(0.9))], Path("FASTER"), {}, {}).startswith("No exit surely")
-    ruined = verdict(checked, Path("FASTER"), {"held_out_loss": 4.2}, {"held_out_loss": 5.7})
-    assert ruined.startswith("The training ruined the full model: its loss on held-out text is 5.70, 1.50 nats a token")
-    assert "exit:4" not in ruined
 
 
 def test_what_looks_wrong_in_a_training_is_said() -> None:

@@ -117,20 +117,19 @@ MAKERS = [
     ("index {padded} --text {place}/texts.jsonl", "{padded} suffix:{to}", "--draft suffix:{to}"),
     ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),
     (f"train plain {{padded}} --text {{text}} {TRAINING}", "{to} exit:3", "step 2/2"),
-    ("train average {padded} {padded} --held-out {text} --length 16", "{to} exit:3", "full model"),
     (
         f"train head {{padded}} --kind eagle3 --depth 2 --text {{text}} {TRAINING}",
         "{padded} eagle:{to}",
         "token 1|token 2|accepted of a greedy draft|step 2/2",
     ),
     pytest.param(
-        f"train exit {{padded}} --exits 2,3 --text {{text}} {TRAINING} --check-seconds 0",
-        *("{padded} head:{to}@3", "exit 2|exit 3|plain decoding|step 2/2"),
+        f"train exit {{padded}} --exits 2,3 --text {{text}} {TRAINING}",
+        *("{padded} head:{to}@3", "exit 2|exit 3|selfspec calibrate|step 2/2"),
         marks=pytest.mark.tools,
     ),
     pytest.param(
-        f"train layerskip {{padded}} --exits 2,3 --text {{text}} {TRAINING} --check-seconds 0",
-        *("{to} exit:3", "exit 2|exit 3|plain decoding|step 2/2"),
+        f"train layerskip {{padded}} --exits 2,3 --text {{text}} {TRAINING}",
+        *("{to} exit:3", "exit 2|exit 3|selfspec calibrate|step 2/2"),
         marks=pytest.mark.tools,
     ),
 ]

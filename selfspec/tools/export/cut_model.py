@@ -38,8 +38,8 @@ def cut_model(model: PreTrainedModel, adapter: Adapter, layers: Sequence[int]) -
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be cut to layers {', '.join(map(str, layers))}: its config does not say what "
-            f"each layer is ({reason}); choose another exit, or export from another model"
+            f"{type(model).__name__} cannot be cut to layers {', '.join(map(str, layers))}: its config does not say "
+            f"what each layer is ({reason}); choose another exit, or export from another model"
         ) from error
     cut.tie_weights()
     cut.generation_config = deepcopy(model.generation_config)

@@ -1,4 +1,4 @@
-"""Train a model to be left early: layer dropout and losses of its exits; and average it with its base."""
+"""Train a model to be left early: layer dropout and losses of its exits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from selfspec.errors import TrainingError
 from selfspec.measure.acceptance import Readout
-from selfspec.measure.checkpoint import Checkpoint, load_checkpoint
-from selfspec.model.identity import fingerprint
+from selfspec.measure.checkpoint import Checkpoint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.train.corpus import Blocks, identified, packed, read_documents, spread
-from selfspec.tools.train.course import RunFolder
+from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.lesson import ExitMeter, Lesson
-from selfspec.tools.train.recipe import Averaging, LayerSkipRecipe
+from selfspec.tools.train.recipe import LayerSkipRecipe
 
 _UNLEARNT = -100
 
@@ -114,51 +111,3 @@ def _against(logits: Tensor, teacher: Tensor, batch: Blocks) -> Tensor:
     learnt = batch.before_learnt
     total = -(teacher[learnt] * logits[learnt].float().log_softmax(-1)).sum()
     return total / learnt.sum().clamp(min=1)
-
-
-def average(trained: str, base: str, averaging: Averaging, to: Path) -> dict[str, Any]:
-    """Average two checkpoints and save the result as the trained one was saved; return the report.
-
-    The weights of a model and of what it was fine-tuned to lie in one valley of the loss (Wortsman et al., 2022, arXiv
-    2109.01903). After the LayerSkip recipe a small share of the base gives back more of the full model's loss than it
-    takes from its exits.
-
-    Raises:
-        CheckpointError: a checkpoint cannot be loaded.
-        CorpusError: the text cannot be read or is too short.
-        TrainingError: the two are not of one shape, or the folder is taken.
-        StorageError: the folder cannot be written to.
-    """
-    folder = RunFolder(to)
-    folder.check()
-    checkpoint = load_checkpoint(trained, "auto", "cpu")
-    other = load_checkpoint(base, "auto", "cpu").model
-    dtype, model = checkpoint.model.dtype, checkpoint.model.float()
-    shapes, others = ({name: weight.shape for name, weight in each.named_parameters()} for each in (model, other))
-    if type(model) is not type(other) or shapes != others:
-        raise TrainingError(f"{trained} was not trained from {base}: their weights differ in shape")
-    lesson = None
-    if averaging.held_out is not None:
-        blocks = packed(read_documents(averaging.held_out), checkpoint.tokenizer, averaging.length)
-        lesson = LayerSkipLesson(checkpoint, None, spread(blocks, averaging.held_out_blocks))
-    settings = {
-        "trained": {"model": trained, "fingerprint": fingerprint(model)},
-        "base": {"model": base, "fingerprint": fingerprint(other)},
-        "base_share": averaging.base_share,
-        "held_out": averaging.held_out and identified(averaging.held_out),
-        "held_out_blocks": averaging.held_out_blocks,
-    }
-    before = folder.begin(settings, lesson.measure() if lesson else {}) or {}
-    with torch.no_grad():
-        for weight, towards in zip(model.parameters(), other.parameters(), strict=True):
-            weight.lerp_(towards.to(weight.dtype), averaging.base_share)
-    # What is measured is what is saved.
-    model.to(dtype).float()
-    report = {**settings, "before": before, "after": lesson.measure() if lesson else {}}
-
-    def save(new: Path) -> None:
-        model.to(dtype).save_pretrained(new)
-        checkpoint.tokenizer.save_pretrained(new)
-
-    folder.finish(save, report)
-    return report

@@ -16,8 +16,6 @@ Files = Annotated[
     list[Path],
     Option(help='Text to learn from: JSONL with "text" or "messages" in each line, or plain; also .gz.'),
 ]
-HeldOutBlocks = Annotated[int, Option(min=1, help="Measure on at most N blocks.")]
-Length = Annotated[int, Option(min=8, help="Tokens of a block.")]
 LearningRate = Annotated[float | None, Option(help="Highest learning rate of AdamW; default: by the model's size.")]
 Decay = Annotated[float, Option(help="Share of the steps, the last, over which the rate falls.")]
 
@@ -31,7 +29,7 @@ class Texts:
 
     text: Files
     held_out: Annotated[Path | None, Option(help="Text to measure on; default: a part of --text.")] = None
-    held_out_blocks: HeldOutBlocks = 32
+    held_out_blocks: Annotated[int, Option(min=1, help="Measure on at most N blocks.")] = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ class Course:
     steps: Annotated[int, Option(min=1, help="Optimiser steps.")] = 1000
     batch: Annotated[int, Option(min=1, help="Blocks a step, on each device.")] = 8
     accumulate: Annotated[int, Option(min=1, help="Batches summed up into one step.")] = 1
-    length: Length = 256
+    length: Annotated[int, Option(min=8, help="Tokens of a block.")] = 256
     learning_rate: LearningRate = None
     warmup: Annotated[float, Option(help="Share of the steps over which the rate rises.")] = 0.05
     decay: Decay = 0.4
@@ -97,24 +95,6 @@ class DraftHeadCourse(Course):
 
     learning_rate: LearningRate = 1e-3
     decay: Decay = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Averaging:
-    """Average.
-
-    Raises:
-        TrainingError: the share is out of range.
-    """
-
-    base_share: Annotated[float, Option(help="Weight of the base, between 0 and 1.")] = 0.1
-    held_out: Annotated[Path | None, Option(help="Text to measure on, before and after; default: none.")] = None
-    held_out_blocks: HeldOutBlocks = 32
-    length: Length = 256
-
-    def __post_init__(self) -> None:
-        if not 0 < self.base_share < 1:
-            raise TrainingError(f"the base's share lies between 0 and 1, e.g. 0.1; got {self.base_share}")
 
 
 _KINDS = ("eagle3", "medusa", "mtp", "uno")

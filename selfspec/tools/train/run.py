@@ -1,11 +1,10 @@
-"""Run a training: from a checkpoint and text to a folder with the result, its report, its curves and a verdict."""
+"""Run a training: from a checkpoint and text to a folder with the result, its report and its curves."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from selfspec.errors import TrainingError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
-from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import check_reads_text
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
@@ -195,27 +193,10 @@ def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 # Curves of exits in a picture.
 _CURVES = 6
-# Nats a token that the full model may lose before it is said, and before it is called ruined; a rise of the loss.
-_LOST, _RUINED, _RISEN = 0.05, 0.3, 1.15
+# Nats a token that the full model may lose before it is said; a rise of the loss.
+_RUINED, _RISEN = 0.3, 1.15
 # Norms of gradients, which are clipped to 1: of SmolLM2 135M 33 to 89 where it learnt, and 195 where it was ruined.
 _STEEP = 150.0
-
-
-@dataclass(frozen=True)
-class CheckedExit:
-    """An exit of a trained checkpoint or side-car, in times plain decoding.
-
-    Attributes:
-        draft: its name.
-        predicted: from its acceptance rate on held-out text and the weights that it reads.
-        greedy: measured, greedily.
-        sampled: measured, at temperature 0.8.
-    """
-
-    draft: str
-    predicted: float
-    greedy: Estimate
-    sampled: Estimate
 
 
 def doubts(before: Mapping[str, float], log: Sequence[Mapping[str, float]]) -> list[str]:
@@ -237,30 +218,3 @@ def doubts(before: Mapping[str, float], log: Sequence[Mapping[str, float]]) -> l
             "--learning-rate"
         )
     return found
-
-
-def verdict(
-    checked: Sequence[CheckedExit], folder: Path, before: Mapping[str, float], after: Mapping[str, float]
-) -> str:
-    """Say what a training made in a folder, and what to do with it, by its exits and its figures before and after."""
-    own, now = before.get("held_out_loss"), after.get("held_out_loss")
-    cost = 0.0 if own is None or now is None else now - own
-    if cost > _RUINED:
-        return (
-            f"The training ruined the full model: its loss on held-out text is {now:.2f}, {cost:.2f} nats a token "
-            f"above the base's, {math.exp(cost):.1f} times its perplexity. Do not use it; lower --learning-rate"
-        )
-    lost = f" The full model lost {cost:.2f} nats a token on held-out text." if cost > _LOST else ""
-    best = max(checked, key=lambda each: each.sampled.value)
-    said = f"greedy {best.greedy.shown(2)}, sampled {best.sampled.shown(2)}, predicted {best.predicted:.2f}"
-    # A single turn says nothing of how sure it is.
-    if not any(each.low > 1 and each.confidence for each in (best.greedy, best.sampled)):
-        return (
-            f"No exit surely beat plain decoding here; the best is {best.draft}: {said}. Train for longer or on more "
-            f"text, or draft without training: --draft lookup+int8.{lost}"
-        )
-    with_head = f"MODEL --draft {best.draft}" if best.draft.startswith("head:") else str(folder)
-    return (
-        f"{best.draft} in times plain decoding: {said}. Choose by your own texts: selfspec calibrate {with_head} "
-        f"--prompt-file FILE.{lost}"
-    )
