@@ -67,9 +67,7 @@ def compare(
 ) -> None:
     """Measure arms of a model in turns by the lab, keep runs and report with the results, and print the page."""
     runs = Runs(RESULTS / name)
-    measured = Generations(
-        name=called, place=None, model=model, arms=arms, repeats=repeats, warm_up=warm_up, parts=parts
-    )
+    measured = Generations(name=called, model=model, arms=arms, repeats=repeats, warm_up=warm_up, parts=parts)
     with progress_bar("measuring") as bar:
         measured.measure(cells, runs, StepBar(bar))
     report, *_ = write_report("Ways to decode", latest(runs.measured("generation")), {}, RESULTS / name)

@@ -63,7 +63,6 @@ class Measured(StrEnum):
     """What `--measure` takes."""
 
     SPEED = "speed"
-    MEMORY = "memory"
     COSTS = "costs"
     QUALITY = "quality"
     ACCEPTANCE = "acceptance"
@@ -230,10 +229,10 @@ class MeasuredParts:
         list[Measured] | None,
         typer.Option(
             metavar="PART",
-            help="What to measure; may be repeated. `speed`, in turns; `memory` at the peak, each arm in its own "
-            "process, once per batch and context; `costs` of the parts of a round by themselves, and speed-ups "
-            "predicted from them; `quality`: how likely the model finds the texts of each arm; `acceptance` alone: "
-            "drafts decode each prompt once, and nothing is timed. Default: the first three; with --memory `speed`.",
+            help="What to measure; may be repeated. `speed`, in turns; `costs` of the parts of a round by themselves, "
+            "and speed-ups predicted from them; `quality`: how likely the model finds the texts of each arm; "
+            "`acceptance` alone: drafts decode each prompt once, and nothing is timed. Default: the first two; with "
+            "--memory `speed`.",
         ),
     ] = None
     repeats: Repeats = 5
@@ -242,13 +241,11 @@ class MeasuredParts:
     def parts(self, memory: str | None) -> frozenset[Part]:
         """What is measured of a model that is in memory whole, or within a budget."""
         asked: frozenset[Part] = frozenset(each.value for each in self.measure or ())
-        if memory is not None and asked & {"memory", "costs"}:
-            raise UnsupportedOptionError(
-                "--measure memory and costs are for models in memory whole; drop them, or --memory"
-            )
+        if memory is not None and "costs" in asked:
+            raise UnsupportedOptionError("--measure costs is for models in memory whole; drop it, or --memory")
         if "acceptance" in asked and asked - {"acceptance", "quality"}:
             raise UnsupportedOptionError("--measure acceptance times nothing; drop it, or all that is timed")
-        usual: frozenset[Part] = frozenset({"speed"} if memory is not None else {"speed", "memory", "costs"})
+        usual: frozenset[Part] = frozenset({"speed"} if memory is not None else {"speed", "costs"})
         return asked | {"speed"} if asked and "acceptance" not in asked else asked or usual
 
 
@@ -344,7 +341,6 @@ def _measure(
     name = "embedded" if model.model == DEMO else Path(model.model).name
     generations = Generations(
         name=name if memory is None else f"{name} within {memory}",
-        place=model.place,
         model=checkpoint.model,
         arms=[make_arm(spec, checkpoint.model) for spec in specs],
         repeats=measured.repeats,

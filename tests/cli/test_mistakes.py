@@ -125,8 +125,7 @@ COMMANDS = {
     "bench {stories} --to {tmp}/new": {
         "--draft none": "give --draft exit:E",
         "--device cpu --runtime graphs": "CudaGraphs runs models on a CUDA device",
-        "--memory 64GiB --measure memory": "drop them",
-        "--memory 64GiB --measure costs": "drop them",
+        "--memory 64GiB --measure costs": "drop it",
         "--memory 64GiB --draft int8 --draft int4": "in one format, not in",
         "--context 8 --chat": "drop one",
         "--measure acceptance --measure costs": "times nothing",

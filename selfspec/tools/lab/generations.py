@@ -23,15 +23,14 @@ from selfspec.measure.timing import Call
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, runtime_named
-from selfspec.tools.lab.memory import measure_memory
 from selfspec.tools.lab.prices import RoundCosts
 from selfspec.tools.lab.runs import Row, Run, Runs, digest_of, origin
 from selfspec.tools.lab.turns import ArmRun, measure
 
-Part = Literal["speed", "memory", "costs", "quality", "acceptance"]
+Part = Literal["speed", "costs", "quality", "acceptance"]
 """Parts of a measurement. Without `speed` and what needs it, texts are decoded once and nothing is timed."""
 
-_TIMED: frozenset[Part] = frozenset({"speed", "memory", "costs"})
+_TIMED: frozenset[Part] = frozenset({"speed", "costs"})
 _LENGTHS, _REPEATS = (1, 2, 3, 5, 7), 7
 
 
@@ -55,15 +54,12 @@ class Generations:
     """Measures the arms of one model in each cell; they begin with `model.generate`, unless nothing is timed.
 
     Attributes:
-        place: folder or hub name where another process can load it; None: nowhere, and memory is not measured.
         warm_up: how often each arm decodes all prompts before it is timed.
-        parts: to measure. Of `memory`, which takes a separate process for each arm, one cell for each batch size and
-            prompt length.
+        parts: to measure.
         tokenizer: writes prompts and texts down; None: token ids alone are kept.
     """
 
     name: str
-    place: str | None
     model: PreTrainedModel
     arms: Sequence[Arm]
     repeats: int = 5
@@ -90,11 +86,8 @@ class Generations:
             for cell, wanted in asked.items()
         }
         missing = {cell: arms if timed else some for cell, some in missing.items() if some}
-        # Of cells of one shape the first.
-        shapes = {(cell.batch, cell.context): cell for cell in reversed(list(cells))}
-        weighed = list(shapes.values()) if "memory" in self.parts and self.place is not None else []
         times = repeats + warm_up
-        watch.begin(sum(len(some) * (len(cells[each]) * times + (each in weighed)) for each, some in missing.items()))
+        watch.begin(sum(len(some) * len(cells[each]) * times for each, some in missing.items()))
         for number, (cell, going) in enumerate(missing.items(), 1):
             tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.title}")
             busy, prompts = CoreWatch(), cells[cell]
@@ -104,13 +97,8 @@ class Generations:
             wanted = {run.labels["arm"]: run for run in asked[cell]}
             greedy = [[*call.rows] for call in results[0].calls[0]] if results[0].refused is not None else None
             for result, cost in zip(results, costs, strict=True):
-                about: Row = {}
-                if cell in weighed and self.place is not None and result.absence is None:
-                    tick()
-                    memory = measure_memory(result.arm.spec, cell, prompts[0], self.place, self.model.dtype)
-                    about = {} if memory is None else {"weights_bytes": memory.weights, "peak_bytes": memory.peak}
                 nats = self._nats(result, cell, prompts)
-                found = [{**each, **about} for each in arm_rows(result, prompts, self.tokenizer, cost, nats, greedy)]
+                found = arm_rows(result, prompts, self.tokenizer, cost, nats, greedy)
                 if not timed:
                     found = [{name: each[name] for name in each if not name.endswith("seconds")} for each in found]
                 runs.keep(wanted[result.arm.spec.name].rows(found, around))

@@ -173,7 +173,6 @@ def bench(
         parts: frozenset[Part] = frozenset({"speed", "costs"} if timed else {"acceptance"})
         generations = Generations(
             name=name,
-            place=None,
             model=each,
             arms=[make_arm(spec, each, given) for spec in dict.fromkeys(specs)],
             repeats=repeats,

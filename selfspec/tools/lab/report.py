@@ -32,7 +32,7 @@ _KEPT = "what was measured is kept: make room and repeat the command"
 _SHOWN = (
     *("arm", "measured", "draft_length", "n", "acceptance_rate", "alpha", "mean_accepted_length", "drafting_share"),
     *("c", "predicted_speedup", "speedup", "speedup_over_generate", "tokens_per_second", "equal"),
-    *("perplexity_ratio", "perplexity_p", "peak_bytes", "refused", "absence", "error"),
+    *("perplexity_ratio", "perplexity_p", "refused", "absence", "error"),
 )
 _MOST = 40
 # Drafts that have a line each in pictures, panels of a page, and its width in inches.

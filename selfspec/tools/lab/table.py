@@ -111,7 +111,7 @@ def _figures(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
         figures["equal"] = float(calls["equal"].mean())
     if "repeated_share" in calls:
         figures["repeated_share"] = float(calls["repeated_share"].mean())
-    figures |= _first(calls, "refused", "weights_bytes", "peak_bytes", "cache_bytes", "cores", "free")
+    figures |= _first(calls, "refused", "cache_bytes", "cores", "free")
     return figures
 
 

@@ -183,7 +183,7 @@ def run(
     parts: frozenset[Part] = SPEED,
 ) -> list[Row]:
     arms = [make_arm(spec, model) for spec in specs]
-    generations = Generations(name="tiny", place=None, model=model, arms=arms, repeats=1, warm_up=1, parts=parts)
+    generations = Generations(name="tiny", model=model, arms=arms, repeats=1, warm_up=1, parts=parts)
     return generations.measure(CELLS, Runs(folder), watch or Notes())
 
 
