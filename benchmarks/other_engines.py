@@ -3,8 +3,7 @@
     python benchmarks/other_engines.py MODEL --draft exit:8 --texts 'heldout.jsonl#kind=code' --vllm PYTHON
 
 Greedy text in float32, so that all give the same. selfspec and `transformers` draft for one text at a time, vLLM for
-all together. Look-ups are vLLM's by `selfspec.tools.export.vllm.LookUps`, and selfspec's own. Accepted tokens are
-counted, and nothing is timed.
+all together. Accepted tokens are counted, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -72,18 +71,15 @@ def main() -> None:
         export_checkpoint(model, checkpoint.tokenizer, parse_draft(options.draft), exported)
         draft = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
         counts[f"transformers {options.draft}"] = _by_transformers(model, draft, prompts, options.draft_length, plain)
-        ways = {
-            options.draft: {"method": "draft_model", "model": str(exported)},
-            "lookup": {"method": "custom_class", "model": "selfspec.tools.export.vllm.LookUps"},
-        }
-        for name, way in ways.items() if options.vllm else ():
+        if options.vllm:
+            way = {"method": "draft_model", "model": str(exported), "num_speculative_tokens": options.draft_length}
             job = {
                 "model": str(options.model.resolve()),
-                "speculative_config": {**way, "num_speculative_tokens": options.draft_length},
+                "speculative_config": way,
                 "prompts": [ids[0].tolist() for ids in prompts],
                 "tokens": options.max_new_tokens,
             }
-            counts[f"vLLM {name}"] = _by_vllm(options.vllm, job, Path(folder), plain)
+            counts[f"vLLM {options.draft}"] = _by_vllm(options.vllm, job, Path(folder), plain)
     shown = {name: value for name, value in vars(options).items() if name not in ("model", "texts", "vllm")}
     record = {
         "model": options.model.name,

@@ -2,8 +2,7 @@
 
     python benchmarks/vllm_worker.py JOB.json ANSWER.json
 
-The tests of exports and `other_engines.py` run it, with whatever Python has vLLM; for the look-ups selfspec must be
-importable there. A job has `model`, `speculative_config` (or null), `prompts` (token ids) and `tokens`; an answer
+The tests of exports and `other_engines.py` run it, with whatever Python has vLLM. A job has `model`, `speculative_config` (or null), `prompts` (token ids) and `tokens`; an answer
 `texts`, and `rounds`, `drafted` and `accepted`.
 """
 

@@ -31,7 +31,7 @@ PROMPTS = (
 TOKENS = 48
 
 
-def test_exported_drafts_and_look_ups_keep_its_text_and_are_accepted(tmp_path: Path) -> None:
+def test_an_exported_draft_keeps_its_text_and_is_accepted(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(model_place(DEMO), "float32", "cpu")
     drafter, length = selfspec.drafts.EarlyExit(4), 4
     export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, tmp_path / "draft")
@@ -45,13 +45,7 @@ def test_exported_drafts_and_look_ups_keep_its_text_and_are_accepted(tmp_path: P
     plain = ask_vllm(job, tmp_path)
     draft_model = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": length}
     with_draft = ask_vllm({**job, "speculative_config": draft_model}, tmp_path)
-    look_ups = {
-        "method": "custom_class",
-        "model": "selfspec.tools.export.vllm.LookUps",
-        "num_speculative_tokens": length,
-    }
-    with_look_ups = ask_vllm({**job, "speculative_config": look_ups}, tmp_path)
-    assert with_draft["texts"] == with_look_ups["texts"] == plain["texts"]
+    assert with_draft["texts"] == plain["texts"]
 
     spec = selfspec.wrap(checkpoint.model, drafter, draft_length=length)
     outs = [spec.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None) for prompt in ids]
@@ -61,7 +55,6 @@ def test_exported_drafts_and_look_ups_keep_its_text_and_are_accepted(tmp_path: P
     # vLLM takes a text's first token without a draft, so its rounds begin a token later.
     ours = sum(out.stats.accepted for out in outs) / sum(out.stats.rounds for out in outs)
     assert with_draft["accepted"] / with_draft["rounds"] == pytest.approx(ours, rel=0.1)
-    assert with_look_ups["accepted"] > with_look_ups["rounds"]
 
 
 @pytest.mark.parametrize("vocabulary", [20, None])

@@ -100,13 +100,12 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
     if drafter.sources and drafter.last.runs != "nothing":
         raise DraftConfigError(
             f"{name} drafts from text first, which no checkpoint can; export its last part, "
-            f"{draft_name(drafter.last)}, or let vLLM look up by selfspec.tools.export.vllm.LookUps "
-            "(docs/other_engines.md)"
+            f"{draft_name(drafter.last)}; other engines look up by themselves (docs/other_engines.md)"
         )
     if not isinstance(drafter, LayerPathDrafter):
         raise DraftConfigError(
-            f"{name} drafts without a model, so there is no checkpoint to export; vLLM drafts so by "
-            "selfspec.tools.export.vllm.LookUps, transformers by prompt_lookup_num_tokens (docs/other_engines.md)"
+            f"{name} drafts without a model, so there is no checkpoint to export; vLLM looks up by its method ngram, "
+            "transformers by prompt_lookup_num_tokens (docs/other_engines.md)"
         )
     depth = len(adapter.decoder_layers(model))
     path = drafter.path(depth)

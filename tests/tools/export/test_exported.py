@@ -1,15 +1,12 @@
-"""What is exported is the draft: `transformers` accepts as much of it, vLLM looks up as it does."""
+"""What is exported is the draft: `transformers` accepts as much of it."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from other_engines import assisted
@@ -23,12 +20,10 @@ from selfspec import drafts
 from selfspec.adapters import ADAPTERS
 from selfspec.draft import Drafter
 from selfspec.draft.early_exit import ExitAdapter, ExitHead
-from selfspec.draft.prompt_lookup import following, last_match
 from selfspec.errors import SelfSpecError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint
 from selfspec.tools.export.exported import export_checkpoint
-from selfspec.tools.export.vllm import LookUps
 
 # Without a padding token: the assistant of transformers takes such tokens in a text for padding.
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": None}
@@ -94,7 +89,7 @@ def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None
     ("draft", "said"),
     [
         (lambda: None, "no draft to export"),
-        (lambda: drafts.PromptLookup(), "vllm.LookUps"),
+        (lambda: drafts.PromptLookup(), "method ngram"),
         (lambda: drafts.Recycling(), "no checkpoint to export"),
         (lambda: drafts.Cascade(drafts.PromptLookup(), drafts.EarlyExit(2)), "export its last part, exit:2"),
         (lambda: drafts.LowPrecision(8), "fewer bits"),
@@ -148,60 +143,3 @@ def test_a_draft_that_the_cut_does_not_compute_is_not_written(
     with pytest.raises(selfspec.errors.UnsupportedModelError, match="do not compute by themselves"):
         export_checkpoint(llama, None, drafts.EarlyExit(2), tmp_path / "draft")
     assert not any(tmp_path.iterdir())
-
-
-CONTEXT = 64
-
-
-def _config(length: int = 4) -> SimpleNamespace:
-    return SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=length),
-        model_config=SimpleNamespace(max_model_len=CONTEXT),
-    )
-
-
-def _step(proposer: LookUps, texts: list[list[int]], gained: list[list[int]]) -> list[list[int]]:
-    # vLLM's arrays have rows to spare.
-    tokens = np.zeros((8, CONTEXT), dtype=np.int32)
-    lengths = np.zeros(8, dtype=np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-        lengths[row] = len(text)
-    return proposer.propose(gained, lengths, tokens, slot_mappings=None)
-
-
-def _afresh(text: list[int], length: int = 4) -> list[int]:
-    tokens = np.array(text, dtype=np.int32)
-    match = last_match(tokens, 2, 5)
-    return [] if match is None else following(tokens, match, length)
-
-
-def test_prompts_that_are_being_read_and_full_rows_get_no_draft() -> None:
-    proposer = LookUps(_config())
-    full = [1, 2] * (CONTEXT // 2)
-    assert _step(proposer, [[1, 2, 3, 1, 2], full, full[:-2]], [[], [2], [2]]) == [[], [], [1]]
-
-    # The lengths of matches are a subclass's.
-    class Long(LookUps):
-        shortest, longest = 4, 6
-
-    assert _step(Long(_config()), [[1, 2, 3, 4, 5, 1, 2]], [[2]]) == [[]]
-    Long.shortest = 9
-    with pytest.raises(selfspec.errors.DraftConfigError, match="match lengths"):
-        Long(_config())
-
-
-def test_rows_that_join_leave_and_move_draft_from_their_own_text() -> None:
-    rng, proposer = random.Random(0), LookUps(_config())
-    proposer.load_model(None)
-    texts: list[list[int]] = []
-    for _ in range(60):
-        if len(texts) < 6 and rng.random() < 0.4:
-            texts.append([rng.randrange(4) for _ in range(rng.randrange(1, 10))])
-        if texts and rng.random() < 0.2:
-            texts.pop(rng.randrange(len(texts)))
-        rng.shuffle(texts)
-        gained = [[rng.randrange(4) for _ in range(rng.randrange(1, 3))] for _ in texts]
-        texts = [text + new for text, new in zip(texts, gained, strict=True) if len(text) < CONTEXT - 12]
-        drafts = _step(proposer, texts, [text[-1:] for text in texts])
-        assert drafts == [_afresh(text) for text in texts]
