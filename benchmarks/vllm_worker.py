@@ -2,8 +2,9 @@
 
     python benchmarks/vllm_worker.py JOB.json ANSWER.json
 
-The tests of exports and `other_engines.py` run it, with whatever Python has vLLM. A job has `model`, `speculative_config` (or null), `prompts` (token ids) and `tokens`; an answer
-`texts`, and `rounds`, `drafted` and `accepted`.
+The tests of exports and `other_engines.py` run it, with whatever Python has vLLM. A job has `model`,
+`speculative_config` (or null), `prompts` (token ids) and `tokens`; an answer `texts`, and `rounds`, `drafted` and
+`accepted`.
 """
 
 from __future__ import annotations

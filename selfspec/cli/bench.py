@@ -23,9 +23,9 @@ from selfspec.cli.options import (
     one_draft_in_fewer_bits,
     read_draft,
 )
-from selfspec.cli.outcome import NO_MODEL, FailedCheckError, FailedRunError
+from selfspec.cli.outcome import FailedCheckError, FailedRunError
 from selfspec.cli.terminal import StepBar, console, print_tables, progress_bar
-from selfspec.errors import BenchError, DraftConfigError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
 if TYPE_CHECKING:
@@ -70,20 +70,6 @@ class Measured(StrEnum):
 
 class RefusedError(FailedCheckError):
     """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelToBench(ModelOptions):
-    """Device and weights."""
-
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            show_default=False,
-            help=f"A checkpoint folder, a hub name, or `{DEMO}` for the embedded model; none with --report.",
-        ),
-    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +254,7 @@ class Benched:
 
 
 def bench(
-    model: ModelToBench,
+    model: ModelOptions,
     arms: Arms,
     cells: Cells,
     measured: MeasuredParts,
@@ -279,9 +265,6 @@ def bench(
     to: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Runs and report; cells that are there are not measured again.")
     ] = Path("bench"),
-    report: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Make the report of that folder's runs again, and stop.")
-    ] = None,
     output: Output = "text",
 ) -> Benched:
     """Measure ways to decode side by side: `model.generate` with its own speed-ups, and selfspec with each draft.
@@ -292,39 +275,29 @@ def bench(
 
     Exit status 1 if any arm was refused because its greedy tokens differ from those of `model.generate`.
     """
-    if report is None and not model.model:
-        raise BenchError(NO_MODEL)
-    others = (model, arms, cells, measured, memory, to)
-    if report is not None and others != (ModelToBench(), Arms(), Cells(), MeasuredParts(), None, Path("bench")):
-        raise BenchError("--report reads results that are there; drop MODEL and every other option")
-
     from selfspec.tools.lab.generations import latest
     from selfspec.tools.lab.report import provenances, require_packages, write_report
-    from selfspec.tools.lab.runs import FILE, Runs
+    from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.table import doubts, records, summarise
 
     require_packages()
-    folder = report or to
-    runs = Runs(folder)
-    rows = _measure(model, arms, cells, measured, memory, runs) if report is None else []
-    kept = latest(runs.measured("generation"))
-    if not kept:
-        raise BenchError(f"{folder} holds no results of selfspec bench (no generation in {FILE})")
-    files, table = write_report("Benchmark", kept, {}, folder), summarise(rows or kept)
-    result = Benched(records(table), provenances(rows or kept), doubts(table), [*map(str, files)])
+    runs = Runs(to)
+    rows = _measure(model, arms, cells, measured, memory, runs)
+    files, table = write_report("Benchmark", latest(runs.measured("generation")), {}, to), summarise(rows)
+    result = Benched(records(table), provenances(rows), doubts(table), [*map(str, files)])
     if output == "text":
         print_tables(table, _PRINTED)
         for said in result.doubts:
             console().print(said, markup=False)
         console().print(f"{files[0]} has the rest.", style="dim")
     refused = [f"{row['arm']} ({row['conditions']})" for row in result.table if row.get("refused")]
-    if refused and report is None:
+    if refused:
         raise FailedRunError(RefusedError(f"greedy tokens differ: {'; '.join(refused)}"), result)
     return result
 
 
 def _measure(
-    model: ModelToBench, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, runs: Runs
+    model: ModelOptions, arms: Arms, cells: Cells, measured: MeasuredParts, memory: str | None, runs: Runs
 ) -> list[dict[str, Any]]:
     from selfspec.measure.prompts import check_reads_text, read_workloads
     from selfspec.tools.lab.arms import make_arm, with_prompts
@@ -353,7 +326,7 @@ def _measure(
         return generations.measure(prompted, runs, StepBar(progress))
 
 
-def _within(model: ModelToBench, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:
+def _within(model: ModelOptions, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:
     """The model within a budget, with room for the longest texts of the largest batch."""
     from selfspec.draft import Drafter
     from selfspec.measure.checkpoint import Checkpoint

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from helpers.saved_folders import checkpoint_folder
 from helpers.snippets import Invoke, Said, tight_budget
-from selfspec.cli.bench import Arms, Cells, ExtraArm, ModelToBench
+from selfspec.cli.bench import Arms, Cells
 from selfspec.cli.demo import headline
+from selfspec.cli.options import ModelOptions
 from selfspec.control.profile import VARIABLE
 from selfspec.kernels import native
 from selfspec.measure.embedded import PROMPTS
@@ -46,7 +47,7 @@ def texts(tmp_path: Path) -> str:
 
 
 def names(model: str, **given: Any) -> list[str]:
-    return [spec.name for spec in Arms(**given).specs(ModelToBench(model=model, device="cpu"))]
+    return [spec.name for spec in Arms(**given).specs(ModelOptions(model=model, device="cpu"))]
 
 
 @pytest.mark.usefixtures("invoke")
@@ -61,14 +62,14 @@ def test_the_arms_in_order(folder: str) -> None:
         "selfspec lookup+exit:2",
     ]
     ruled = {"draft": ["exit:1", "exit:1"], "draft_length": 4, "accept": ["token", "block"]}
-    assert names(folder, arm=[ExtraArm.DRAFT, ExtraArm.STATIC], runtime="eager", **ruled) == [
+    assert names(folder, arm=["draft", "static"], runtime="eager", **ruled) == [
         "model.generate",
         "model.generate, static cache, compiled",
         "selfspec plain, stock modules",
         "selfspec exit:1, length 4, token, stock modules",
         "selfspec exit:1, length 4, block, stock modules",
     ]
-    assert names(folder, arm=[ExtraArm.DRAFT], draft=["exit:1"], nodes=[4, 8])[2:] == [
+    assert names(folder, arm=["draft"], draft=["exit:1"], nodes=[4, 8])[2:] == [
         "selfspec exit:1",
         "selfspec exit:1, 4 nodes",
         "selfspec exit:1, 8 nodes",
@@ -77,7 +78,7 @@ def test_the_arms_in_order(folder: str) -> None:
         names(folder, draft=["exit:1"], draft_length=4, nodes=[3])
     assert names(folder)[-3:] == ["selfspec exit:1", "selfspec lookup", "selfspec lookup+exit:1"]
     # Two spellings of a draft are one.
-    assert names(folder, arm=[ExtraArm.DRAFT], draft=["exit:2", "lookup", "exit:02"])[2:] == [
+    assert names(folder, arm=["draft"], draft=["exit:2", "lookup", "exit:02"])[2:] == [
         "selfspec exit:2",
         "selfspec lookup",
     ]
@@ -120,7 +121,7 @@ def test_bench_and_its_report(said: Said, folder: str, texts: str, tmp_path: Pat
     written = {"runs.jsonl", "report.md", "table.csv", "table.parquet", "texts.parquet"}
     assert written <= {file.name for file in to.iterdir()} <= written | pictures
     (to / "report.md").unlink()
-    assert said("bench", "--report", str(to)) == found
+    assert said(*words) == found
     assert (to / "report.md").read_text() == text
     picture = tmp_path / "picture.svg"
     plotted = said("plot", str(to), "--x", "speedup", "--y", "arm", "--only", "temperature=0", "--to", str(picture))
