@@ -176,7 +176,7 @@ def _train(
     machine: MachineOptions,
 ) -> Trained:
     """Train, and return the figures before and after."""
-    from selfspec.tools.train.course import RESUMED
+    from selfspec.tools.train.course import resumed_step
     from selfspec.tools.train.run import doubts, run
 
     _prepare(machine.threads)
@@ -190,13 +190,13 @@ def _train(
             # Where there is a bar, above it.
             print(line, file=sys.stderr, flush=True)
 
+    if step := resumed_step(to):
+        say(f"step {step}: resumed from the checkpoint of this step in {to}", "resumed")
     with counting_bar("training") as count:
 
         def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
             count(step, steps)
-            if RESUMED in figures:
-                say(f"step {step}/{steps}: resumed from the checkpoint of this step in {to}", RESUMED)
-            elif figures:
+            if figures:
                 seen.append(figures)
                 said = _line(figures)
                 if said:

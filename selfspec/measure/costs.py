@@ -119,7 +119,6 @@ def measure_costs(
         DraftConfigError: a draft does not fit the model, two have one name, or a number is out of range.
     """
     named = _named(drafters)
-    _check(widths, context, repeats, lengths, batch, warm_up)
     progress = watch or Unwatched()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
     progress.begin(rounds * (2 if batch > 1 else 1) + _GENERATIONS * (1 + len(named)))
@@ -242,15 +241,6 @@ def _named(drafters: Sequence[LayerPathDrafter]) -> dict[str, LayerPathDrafter]:
     if wrong:
         raise DraftConfigError(f"only drafts along a path of the model have steps to measure, got {wrong[0]!r}")
     return named
-
-
-def _check(widths: Sequence[int], context: int, repeats: int, lengths: Sequence[int], batch: int, warm_up: int) -> None:
-    given = {"widths": widths, "context": [context], "repeats": [repeats], "lengths": lengths, "batch": [batch]}
-    for name, numbers in given.items():
-        if not numbers or min(numbers) < 1:
-            raise DraftConfigError(f"{name} to measure with must be at least 1, got {numbers}")
-    if warm_up < 0:
-        raise DraftConfigError(f"warm_up must not be negative, got {warm_up}")
 
 
 def _prompt(model: PreTrainedModel, batch: int, context: int, room: int) -> Tensor:

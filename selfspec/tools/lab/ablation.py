@@ -80,25 +80,18 @@ def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, watch
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seed, studied.given)
-        found += find_out(runs, study, studied, drafts, watch)
+        found += StudyOfModel(runs, study, studied, drafts, watch or Unwatched()).rows()
         # One model is in memory at a time.
         del studied
     return Finding(study, found)
 
 
-def find_out(
-    runs: Runs, study: Study, studied: StudiedModel, drafts: Mapping[str, str], watch: Watch | None = None
-) -> list[Row]:
-    """Find out all that a study asks of some drafts of one model, except what is known; return its rows.
+@dataclass(frozen=True)
+class StudyOfModel:
+    """Finds out all that a study asks of some drafts of one model, except what is known.
 
     Costs come first, while nothing else runs; then texts, estimates, and confirmations of some of the drafts.
     """
-    return _Studying(runs, study, studied, drafts, watch or Unwatched()).rows()
-
-
-@dataclass(frozen=True)
-class _Studying:
-    """One model of a study at work."""
 
     runs: Runs
     study: Study

@@ -25,7 +25,7 @@ from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForced
 from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer
-from selfspec.tools.lab.ablation import Finding, find_out
+from selfspec.tools.lab.ablation import Finding, StudyOfModel
 from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name
 from selfspec.tools.lab.prices import Prices
 from selfspec.tools.lab.runs import Row, Runs
@@ -68,7 +68,7 @@ def scored(finding: Finding) -> list[Row]:
 
 def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], watch: Watch) -> list[Row]:
     drafts = named_drafts(map(skip_name, sets), studied.model, studied.adapter, study.seed)
-    found = find_out(runs, study, studied, drafts, watch)
+    found = StudyOfModel(runs, study, studied, drafts, watch).rows()
     for row in found:
         if "error" in row:
             raise StudyError(f"{row['error']}; this is kept: repeat the search in another place once it is mended")

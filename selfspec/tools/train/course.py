@@ -34,9 +34,6 @@ CHECKPOINTS = "checkpoints"
 KEPT = "what was finished is kept: make room and repeat the command to go on"
 """Advice in messages about a training whose disk is full."""
 
-RESUMED = "resumed_at"
-"""The figure that is told first where a training resumes: the step of its checkpoint."""
-
 Observer = Callable[[int, int, Mapping[str, float]], None]
 """Called with the steps made, all steps, and new figures."""
 
@@ -58,12 +55,10 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
     trainer.add_callback(_Watch(trainer, stop, observe))
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
-    if checkpoint and (done := _state(checkpoint)):
-        observe(done.global_step, course.steps, {RESUMED: float(done.global_step)})
-        if done.global_step >= course.steps:
-            # The Trainer would make one more step.
-            trainer._load_from_checkpoint(str(checkpoint))
-            return list(done.log_history)
+    if checkpoint and (done := state_of(checkpoint)) and done.global_step >= course.steps:
+        # The Trainer would make one more step.
+        trainer._load_from_checkpoint(str(checkpoint))
+        return list(done.log_history)
     with writing(folder, KEPT), _interrupts(stop):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stop.is_set() and trainer.state.global_step < course.steps:
@@ -75,7 +70,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint of a training that was written to its end; None where there is none."""
     found = (folder / CHECKPOINTS).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     newest_first = sorted(found, key=lambda path: int(path.name.split("-")[-1]), reverse=True)
-    return next((path for path in newest_first if _state(path) is not None), None)
+    return next((path for path in newest_first if state_of(path) is not None), None)
 
 
 class _CourseTrainer(Trainer):
@@ -180,7 +175,14 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
     )
 
 
-def _state(checkpoint: Path) -> TrainerState | None:
+def resumed_step(folder: Path) -> int:
+    """Return the step that a training goes on from; 0: it begins anew."""
+    checkpoint = latest_checkpoint(folder)
+    state = None if checkpoint is None else state_of(checkpoint)
+    return 0 if state is None else state.global_step
+
+
+def state_of(checkpoint: Path) -> TrainerState | None:
     """Return the Trainer's state, which it writes last; None if the checkpoint was not written to its end."""
     try:
         return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
@@ -219,7 +221,6 @@ class _Begun:
     """The content of `run.json`."""
 
     settings: dict[str, Any]
-    before: dict[str, float] | None = None
 
 
 class RunFolder:
@@ -236,26 +237,19 @@ class RunFolder:
         if not (self.path / _BEGUN).exists() and self.path.exists() and any(self.path.iterdir()):
             raise TrainingError(f"{self.path} is not empty and holds no training; give another folder with --to")
 
-    def begin(self, settings: Mapping[str, Any], before: dict[str, float] | None = None) -> dict[str, float] | None:
-        """Begin a training, or resume the one that was begun here with the same settings, which are ready for JSON.
-
-        Returns the figures of the model before training: those given, or where it was begun before, those of then.
-        """
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Begin a training, or resume the one that was begun here with the same settings, which are ready for JSON."""
         self.check()
-        file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)), before)
+        file, wanted = self.path / _BEGUN, _Begun(json.loads(json.dumps(settings)))
         if not file.exists():
             write_sealed(file, asdict(wanted), KEPT)
         begun = read_json(file, _Begun, TrainingError, "give another folder with --to")
-        theirs, ours = begun.settings, wanted.settings
-        changed = _differing(theirs, ours)
+        changed = _differing(begun.settings, wanted.settings)
         if changed:
             raise TrainingError(
                 f"the training in {self.path} was begun with other settings ({', '.join(changed)}); repeat its "
                 "command to go on with it, or give another folder with --to"
             )
-        if begun.before is None and before is not None:
-            write_sealed(file, asdict(wanted), KEPT)
-        return begun.before or before
 
     def finish(self, save: Callable[[Path], None], report: Mapping[str, Any]) -> None:
         """Put the result in place, the report last, and drop the checkpoints."""

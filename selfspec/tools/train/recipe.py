@@ -160,10 +160,6 @@ class ExitHeadRecipe(BesideRecipe):
 
     exits: Exits = ()
     rank: Annotated[int | None, Option(min=1, help="Width of each head's MLP; default: twice the model's.")] = None
-    loss: Annotated[
-        Literal["kl", "tv", "both"],
-        Option(help="`kl`: divergence from the full model; `tv`: total variation, 1 - alpha; `both`: sum."),
-    ] = "both"
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
         """Return the exits to teach in a network of `depth` layers; by default at a quarter and a third of it."""

@@ -19,7 +19,7 @@ from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.plot import plot
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
-from selfspec.tools.train.course import CHECKPOINTS, RESUMED, Observer, RunFolder, train
+from selfspec.tools.train.course import CHECKPOINTS, Observer, RunFolder, resumed_step, train
 from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
@@ -125,18 +125,13 @@ def run(
             lesson = _HEADS[recipe.kind](base, recipe, text, course.seed)
         else:
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
-        before = folder.begin(settings) or folder.begin(settings, lesson.measure()) or {}
+        folder.begin(settings)
+    before = lesson.measure() if processes.is_main_process else {}
     if not processes.is_main_process:
         observe = _unobserved
+    started, resumed = time.perf_counter(), resumed_step(to)
     observe(0, course.steps, before)
-    started, resumed = time.perf_counter(), 0.0
-
-    def noted(step: int, steps: int, figures: Mapping[str, float]) -> None:
-        nonlocal resumed
-        resumed = figures.get(RESUMED, resumed)
-        observe(step, steps, figures)
-
-    log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), noted)
+    log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), observe)
     seconds = time.perf_counter() - started
     # What is measured is what is saved.
     lesson.model.to(dtype).float()
@@ -147,7 +142,7 @@ def run(
         "made_with": environment(checkpoint.model.device),
         "before": before,
         "after": after,
-        "resumed_at": int(resumed),
+        "resumed_at": resumed,
         "seconds_of_last_stretch": seconds,
         "doubts": doubts(before, [*log, after]),
         "log": log,
