@@ -27,7 +27,7 @@ import selfspec
 from selfspec.draft.registry import parse_draft
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
-from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.export import export_checkpoint
 from selfspec.tools.lab.report import markdown_table
 
 

@@ -23,7 +23,7 @@ from selfspec.accept.relaxed import Lenience, TopKTolerance, Typical
 from selfspec.errors import SelfSpecError
 from selfspec.serve.row_request import RowRequest
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.export import export_checkpoint
 from selfspec.tools.train.recipe import Course
 from selfspec.tools.verify.settings import Settings
 

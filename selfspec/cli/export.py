@@ -13,7 +13,7 @@ from selfspec.errors import DraftConfigError
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from selfspec.tools.export.exported import Exported
+    from selfspec.tools.export import Exported
     from selfspec.tools.pack import PackedFolder
 
 
@@ -41,7 +41,7 @@ def export(
     from selfspec.measure.checkpoint import load_checkpoint
     from selfspec.measure.prompts import check_reads_text
     from selfspec.model.checkpoint import read_config
-    from selfspec.tools.export.exported import export_checkpoint
+    from selfspec.tools.export import export_checkpoint
 
     drafter = read_draft(draft)
     if not isinstance(drafter, Drafter | None):

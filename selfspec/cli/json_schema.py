@@ -21,7 +21,7 @@ from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.doctor import MachineReport, Packages, Products
-from selfspec.tools.export.exported import Exported
+from selfspec.tools.export import Exported
 from selfspec.tools.pack import PackedFolder
 from selfspec.tools.prospects import CheckpointSummary
 

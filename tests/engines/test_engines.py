@@ -18,7 +18,7 @@ from helpers import tiny
 from helpers.engines import ROOT, ask_vllm, engine_python
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.export import export_checkpoint
 from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.recipe import HeadRecipe

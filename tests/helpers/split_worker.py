@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import selfspec
 from helpers import tiny
 from selfspec.control import FixedLength
-from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.export import export_checkpoint
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.verification import verify
 

@@ -23,7 +23,7 @@ from selfspec.draft.early_exit import ExitAdapter, ExitHead
 from selfspec.errors import SelfSpecError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint
-from selfspec.tools.export.exported import export_checkpoint
+from selfspec.tools.export import export_checkpoint
 
 # Without a padding token: the assistant of transformers takes such tokens in a text for padding.
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": None}

@@ -1,1 +1,0 @@
-"""The draft as a checkpoint of its own, for other engines."""
