@@ -26,7 +26,7 @@ from selfspec.errors import DraftConfigError, ExitHeadError
 from selfspec.files.json_text import write_described
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, sublayers
-from selfspec.tools.train.exit_heads import ExitHeads
+from selfspec.tools.train.lesson import ExitHeads
 
 ALL = sublayers(tiny.DEPTH)
 PROMPT = 7

@@ -38,7 +38,7 @@ from selfspec.runtime.graph_cache import GraphCache
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.train.corpus import count_vocabulary, most_frequent
-from selfspec.tools.train.exit_heads import ExitHeads
+from selfspec.tools.train.lesson import ExitHeads
 
 EIGHT, FOUR = WeightCopy(Int8()), WeightCopy(Int4())
 

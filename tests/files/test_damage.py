@@ -46,7 +46,7 @@ from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Run, Runs
 from selfspec.tools.train.corpus import read_documents, written_text
 from selfspec.tools.train.course import RunFolder
-from selfspec.tools.train.exit_heads import ExitHeads
+from selfspec.tools.train.lesson import ExitHeads
 from selfspec.tools.train.recipe import Course, Texts
 
 

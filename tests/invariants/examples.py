@@ -35,7 +35,7 @@ from selfspec.formats.planes import Planes
 from selfspec.model.identity import Vocabulary, fingerprint
 from selfspec.placement.packed import pack_weights
 from selfspec.tools.index import write_corpus
-from selfspec.tools.train.exit_heads import ExitHeads
+from selfspec.tools.train.lesson import ExitHeads
 
 Draft = str | Drafter
 Make = Callable[[PreTrainedModel, Path], Draft]

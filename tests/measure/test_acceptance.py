@@ -37,7 +37,7 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
-from selfspec.tools.train.layerskip import layer_dropout
+from selfspec.tools.train.lesson import layer_dropout
 
 _REACH = 3
 

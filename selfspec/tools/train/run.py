@@ -20,13 +20,11 @@ from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.plot import plot
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
 from selfspec.tools.train.course import CHECKPOINTS, Observer, RunFolder, resumed_step, train
-from selfspec.tools.train.exit_heads import ExitLesson
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
 from selfspec.tools.train.heads.mtp import MtpLesson
 from selfspec.tools.train.heads.uno import UnoLesson
-from selfspec.tools.train.layerskip import LayerSkipLesson
-from selfspec.tools.train.lesson import Lesson
+from selfspec.tools.train.lesson import ExitLesson, LayerSkipLesson, Lesson
 from selfspec.tools.train.recipe import BesideRecipe, Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
 
 _HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | MtpLesson | UnoLesson]] = {
