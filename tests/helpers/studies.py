@@ -16,7 +16,7 @@ from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
 from selfspec.model.registry import find_adapter
-from selfspec.tools.calibrate.confirm import Confirmed
+from selfspec.tools.calibrate.calibration import Confirmed
 from selfspec.tools.lab.runs import Row
 from selfspec.tools.lab.study import StudiedModel, Study
 

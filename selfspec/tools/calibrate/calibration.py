@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from selfspec.accept import Rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.arguments import checked_path
+from selfspec.control import Control, CostAware
 from selfspec.control.costs import BatchCosts, Forecast
 from selfspec.control.profile import Chosen, Profile, Setting, default_file
 from selfspec.draft import Drafter, Suffixes
@@ -43,13 +45,14 @@ from selfspec.tools.calibrate.candidates import (
     to_measure,
     with_own_vocabulary,
 )
-from selfspec.tools.calibrate.confirm import Confirmed, Trial, cell_of, confirm
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.lab.arms import Prompts, batched
+from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, batched
+from selfspec.tools.lab.drafts import content
 from selfspec.tools.lab.generations import rows_of
 from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.report import require_packages, write_report
 from selfspec.tools.lab.runs import Row, Runs, model_name
+from selfspec.tools.lab.turns import ArmRun, measure
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7
@@ -158,7 +161,7 @@ def calibrate(
         judged = first_steps(model, found, named, texts, temperature)
         alphas.append({name: acceptance_rate(figures) for name, figures in judged.items()})
     rates = [{name: each.value for name, each in some.items()} for some in alphas]
-    measure = partial(
+    measured_costs = partial(
         measure_costs,
         model,
         found,
@@ -170,7 +173,7 @@ def calibrate(
     )
     wanted = paths_of({each.name: each.draft for each in others})
     measured = to_measure(model, found, named, rates, wanted)
-    costs = measure(measured, range(1, asked.longest_draft + 2), batch=asked.batch)
+    costs = measured_costs(measured, range(1, asked.longest_draft + 2), batch=asked.batch)
     kinds: list[_Kind] = []
     winners: list[Candidate | None] = []
     trials: list[Trial] = []
@@ -194,7 +197,7 @@ def calibrate(
             continue
         try:
             widths = [width for width in _WIDTHS if width <= asked.longest_draft + 1]
-            in_batches.append(measure(list(paths.values()), widths, batch=rows))
+            in_batches.append(measured_costs(list(paths.values()), widths, batch=rows))
         except torch.OutOfMemoryError:
             # A batch that the device has no room for needs no costs.
             break
@@ -291,3 +294,105 @@ def _checked(plain: SelfSpeculative, prompts: Sequence[Tensor], asked: Measureme
         # Reads and refuses the request; a generation runs only as it is iterated over.
         plain.stream(each.ids, each.mask, **cell_of([each], 0.0, asked).options)
     return grouped
+
+
+# Arms that go on after the first timed turn, besides plain decoding.
+_KEPT = 3
+# Turns before the first timed one, in which programs are made of most kinds of passes that will come.
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """A candidate in real generations, timed in so many turns.
+
+    `speedup` is over plain decoding in turns with it, without prefill, in tokens a second over all prompts, with an
+    interval over prompts; `mean_accepted_length` counts tokens per target pass of a row.
+    """
+
+    name: str
+    speedup: Estimate
+    acceptance_rate: float | None
+    mean_accepted_length: float
+    turns: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs of plain decoding, the first, and of candidates in a cell, and what each candidate is worth, fastest first.
+
+    `prompts` are those of each call.
+    """
+
+    cell: Cell
+    prompts: Sequence[Prompts]
+    runs: Sequence[ArmRun]
+    confirmed: list[Confirmed]
+
+
+def confirm(
+    plain: SelfSpeculative,
+    candidates: Mapping[str, Candidate],
+    costs: MeasuredCosts,
+    prompts: Sequence[Prompts],
+    temperature: float,
+    asked: Measurements,
+    watch: Watch,
+) -> Trial:
+    """Generate with each candidate and by plain decoding, in turns.
+
+    All warm up on all prompts. After the first timed turn only the fastest go on. `costs` were measured in such
+    batches.
+    """
+    arms = [OwnArm(ArmSpec("plain"), plain)]
+    for each in candidates.values():
+        spec = ArmSpec("draft", draft_name(each.draft), nodes=each.nodes, content=content(each.draft))
+        arms.append(OwnArm(spec, plain.drafting(each.draft, _control(each, costs, asked))))
+    cell, kept = cell_of(prompts, temperature, asked), min(len(candidates), _KEPT)
+    watch.begin(len(prompts) * ((_WARM_UPS + 1) * len(arms) + (asked.repeats - 1) * (1 + kept)))
+    tick = partial(watch.step, f"confirming drafts, {cell.decoding}")
+    runs = measure(plain.model, cell, arms, prompts, 1, _WARM_UPS, tick, seed=asked.seed)
+    going = [runs[0], *sorted(runs[1:], key=lambda run: sum(seconds(run, 1)))[:_KEPT]]
+    seed = asked.seed + len(prompts)
+    going_on = [run.arm for run in going]
+    for run, more in zip(
+        going, measure(plain.model, cell, going_on, prompts, asked.repeats - 1, 0, tick, seed=seed), strict=True
+    ):
+        run.calls += more.calls
+    confirmed = [beside(runs[0], run, name) for name, run in zip(candidates, runs[1:], strict=True)]
+    return Trial(cell, prompts, runs, sorted(confirmed, key=lambda each: each.speedup.value, reverse=True))
+
+
+def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> Control:
+    return CostAware(candidate.levels(asked.longest_draft), costs_of(candidate, costs), candidate.nodes)
+
+
+def cell_of(prompts: Sequence[Prompts], temperature: float, asked: Measurements) -> Cell:
+    """Return the conditions of a trial, in which nothing but the settings ends a text."""
+    first, longest = prompts[0], max(each.ids.shape[1] for each in prompts)
+    return Cell("prompts", temperature, len(first.ids), longest, asked.max_new_tokens)
+
+
+def beside(plain: ArmRun, run: ArmRun, name: str) -> Confirmed:
+    """Compare a candidate with plain decoding in the turns that it took part in."""
+    turns = len(run.calls)
+    speedup = Estimate.of_ratio(seconds(plain, turns), seconds(run, turns))
+    if len(run.calls[0]) == 1:
+        # Over a single prompt nothing but its turns says how sure that is.
+        pairs = zip(plain.calls, run.calls, strict=False)
+        speedup = Estimate.of_median([one[0].seconds_a_token / other[0].seconds_a_token for one, other in pairs])
+    counted = [call.stats for calls in run.calls for call in calls if call.stats is not None]
+    judged, rounds = sum(each.judged for each in counted), sum(each.row_rounds for each in counted)
+    return Confirmed(
+        name=name,
+        speedup=speedup,
+        acceptance_rate=sum(each.accepted for each in counted) / judged if judged else None,
+        mean_accepted_length=sum(each.new_tokens for each in counted) / rounds,
+        turns=turns,
+    )
+
+
+def seconds(run: ArmRun, turns: int) -> list[float]:
+    """Return the seconds of a token by prompt, prefill apart: the median of the first turns."""
+    by_prompt = zip(*run.calls[:turns], strict=True)
+    return [statistics.median(call.seconds_a_token for call in calls) for calls in by_prompt]

@@ -41,8 +41,7 @@ from selfspec.measure.watch import Unwatched
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate import candidates
-from selfspec.tools.calibrate import confirm as confirming
-from selfspec.tools.calibrate.calibration import calibrate, fastest
+from selfspec.tools.calibrate.calibration import Confirmed, calibrate, fastest
 from selfspec.tools.calibrate.candidates import (
     Candidate,
     considered,
@@ -55,7 +54,6 @@ from selfspec.tools.calibrate.candidates import (
     to_measure,
     with_own_vocabulary,
 )
-from selfspec.tools.calibrate.confirm import Confirmed
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import Cell, OwnArm, Prompts, batched
 
@@ -109,7 +107,7 @@ def test_a_module_in_the_checkpoint_is_tried_without_being_asked_for(
         return FixedLength(candidate.levels(asked.longest_draft), nodes=candidate.nodes)
 
     # Whether drafts of a tiny model pay is a matter of the machine's load.
-    monkeypatch.setattr(confirming, "_control", always)
+    monkeypatch.setattr(running, "_control", always)
     made = published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     profile = calibrate(made.model, [tiny.prompt(5)], [EarlyExit(3)], replace(SETTINGS, nodes=4))
     for kind in ("greedy", "sampled"):
@@ -233,9 +231,7 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(monkeypatch: pytes
 
     monkeypatch.setattr(OwnArm, "decode", decode)
     prompts = batched([tiny.prompt(4), tiny.prompt(6)], 1)
-    trial = confirming.confirm(
-        plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3, seed=7), Unwatched()
-    )
+    trial = running.confirm(plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3, seed=7), Unwatched())
     confirmed = trial.confirmed
     assert confirmed[0].name == "exit:1"
     assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
