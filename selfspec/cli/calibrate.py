@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from selfspec.control.profile import Chosen, Profile
-
-# Of these as many as were measured are shown.
-_WIDTHS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,56 +134,38 @@ def _print(model: str, profile: Profile, seconds: float, file: Path) -> None:
     # Files beside the profile go by their names.
     out, setting, beside = console(), profile.setting, f"{file.parent}{os.sep}"
     threads = f", {setting.threads} threads" if setting.threads else ""
-    out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {seconds:.0f} s", "", sep="\n")
-    out.print(_costs([profile.report["costs"], *profile.report["in_batches"]], beside))
+    costs = profile.report["costs"]
+    step = f"{costs['step_seconds']['value'] * 1000:.2f} ms a plain step"
+    out.print(f"{model}: {setting.device}, {setting.dtype}{threads}; {step}; {seconds:.0f} s", "", sep="\n")
     out.print(
-        "step: a plain one. c: a draft step. V(m): a target pass over m tokens. o: all else in a round. In plain steps "
-        "of that many rows, medians. out of step: a plain round over rows at different places. alpha: acceptance rate, "
-        "teacher-forced on the model's own text. predicted: by the formula, at the best draft length. speed-up: "
-        "measured, in turns with plain decoding.",
+        "c: a draft step, in plain steps; the profile has all costs. alpha: acceptance rate, teacher-forced on the "
+        "model's own text. predicted: by the formula, at the best draft length. speed-up: measured, in turns with "
+        "plain decoding.",
         style="dim",
     )
     for kind, chosen in ((profile.report["greedy"], profile.greedy), (profile.report["sampled"], profile.sampled)):
-        out.print("", _found(kind, beside), _sentence(chosen), sep="\n")
+        out.print("", _found(kind, costs["draft"], beside), _sentence(chosen), sep="\n")
 
 
-def _costs(measured: Sequence[Mapping[str, Any]], beside: str) -> Table:
-    """Costs of every draft, and of what was chosen in batches of other sizes."""
-    from rich.table import Column
-
-    from selfspec.draft.registry import PLAIN
-
-    columns = ["rows", "step, ms", "c", *(f"V({width})" for width in _WIDTHS), "o", "out of step"]
-    table = figures_table(None, [Column("draft", no_wrap=True)], columns)
-    for costs in measured:
-        for name, c in costs["draft"].items():
-            table.add_row(
-                "look-up" if name == PLAIN else name.replace(beside, ""),
-                str(costs["batch"]),
-                f"{costs['step_seconds']['value'] * 1000:.2f}",
-                f"{c['value']:.3f}",
-                *(_value(costs["verify"][name].get(str(width))) for width in _WIDTHS),
-                _value(costs["overhead"][name]),
-                _value(costs["out_of_step"]),
-            )
-    return table
-
-
-def _found(kind: Mapping[str, Any], beside: str) -> Table:
+def _found(kind: Mapping[str, Any], steps: Mapping[str, Any], beside: str) -> Table:
     """What the formula promises of every draft, and what the candidates were worth."""
     from rich.table import Column
 
     from selfspec.measure.estimate import Estimate
 
     title = f"temperature {kind['temperature']:g}" if kind["temperature"] else "greedy"
-    columns = ("alpha", "predicted", "speed-up", "accepted", "tokens a pass")
+    columns = ("c", "alpha", "predicted", "speed-up", "accepted", "tokens a pass")
     table = figures_table(None, [Column(title, no_wrap=True)], columns)
     confirmed = {each["name"]: each for each in kind["confirmed"]}
     confirmed |= {f"chosen, {rows} rows": each for rows, each in kind["in_batches"].items()}
     for name in dict.fromkeys([*confirmed, *kind["predictions"]]):
-        cells = ["", ""]
+        cells = ["", "", ""]
         if best := kind["predictions"].get(name):
-            cells = [_value(kind["acceptance"][name]), f"{best['speedup']:.2f} at {best['draft_length']}"]
+            cells = [
+                f"{steps[name]['value']:.3f}",
+                f"{kind['acceptance'][name]['value']:.2f}",
+                f"{best['speedup']:.2f} at {best['draft_length']}",
+            ]
         if each := confirmed.get(name):
             speedup, rate = each["speedup"], each["acceptance_rate"]
             cells.append(Estimate(**speedup).shown(2))
@@ -204,7 +183,3 @@ def _sentence(chosen: Chosen) -> str:
     limit = "" if chosen.most_rows is None else f" Batches of more than {chosen.most_rows} are decoded without a draft."
     trees = "" if chosen.nodes is None else f" in trees of up to {chosen.nodes} nodes"
     return f"Chosen: {chosen.draft}{trees}, {chosen.speedup[0]:.2f} times as fast as plain decoding.{limit}"
-
-
-def _value(estimate: Mapping[str, float] | None) -> str:
-    return f"{estimate['value']:.2f}" if estimate else ""
