@@ -146,7 +146,7 @@ def head(
 ) -> Trained:
     """Train a draft head for a base model, which is not changed, in the layout that other engines read.
 
-    `--draft eagle:FOLDER`, or `medusa:`, `mtp:` or `uno:`, drafts with it. Agreement and alpha of each drafted token
+    `--draft eagle:FOLDER`, or `medusa:` or `uno:`, drafts with it. Agreement and alpha of each drafted token
     are the acceptance rates to expect.
     """
     return _shown(_train(model, text, course, recipe, to, machine), output)

@@ -187,10 +187,6 @@ class MultiTokenPrediction(HeadDrafter):
     def heads(self, model: PreTrainedModel) -> Sequence[Head]:
         return [module.head(model, _layout(model)) for module in self._modules(model)]
 
-    def names(self, model: PreTrainedModel) -> Mapping[str, str]:
-        """Return the checkpoint's names of the first module's weights, and their meaning: see `MtpLayout.renamed`."""
-        return self._modules(model)[0].names
-
     def _modules(self, model: PreTrainedModel) -> list[_Module]:
         """Find the modules in the files; refuse a checkpoint without one."""
         layout = _layout(model)

@@ -97,7 +97,7 @@ class DraftHeadCourse(Course):
     decay: Decay = 0.8
 
 
-_KINDS = ("eagle3", "medusa", "mtp", "uno")
+_KINDS = ("eagle3", "medusa", "uno")
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 

@@ -22,15 +22,13 @@ from selfspec.tools.train.corpus import all_documents, beginnings, given_text, i
 from selfspec.tools.train.course import CHECKPOINTS, Observer, RunFolder, resumed_step, train
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
-from selfspec.tools.train.heads.mtp import MtpLesson
 from selfspec.tools.train.heads.uno import UnoLesson
 from selfspec.tools.train.lesson import ExitLesson, LayerSkipLesson, Lesson
 from selfspec.tools.train.recipe import BesideRecipe, Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
 
-_HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | MtpLesson | UnoLesson]] = {
+_HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | UnoLesson]] = {
     "eagle3": Eagle3Lesson,
     "medusa": MedusaLesson,
-    "mtp": MtpLesson,
     "uno": UnoLesson,
 }
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
-from helpers import published_heads, reference_heads, tiny
+from helpers import reference_heads, tiny
 from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import PLAIN
 from selfspec import FixedLength
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.draft.heads.pairs import PairProposer
 from selfspec.draft.heads.uno import UnoProposer
-from selfspec.errors import CorpusError, HeadError, TrainingError
+from selfspec.errors import CorpusError, TrainingError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.stock import until_end
 from selfspec.model.identity import fingerprint
@@ -37,7 +37,6 @@ from selfspec.tools.train.corpus import Blocks, Split
 from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
 from selfspec.tools.train.heads.lesson import HeadLesson
 from selfspec.tools.train.heads.medusa import MedusaLesson
-from selfspec.tools.train.heads.mtp import MtpLesson
 from selfspec.tools.train.heads.uno import UnoLesson
 from selfspec.tools.train.recipe import Course, HeadRecipe, LayerSkipRecipe, Texts
 
@@ -246,9 +245,7 @@ def test_recipes_out_of_range_are_refused(recipe: LayerSkipRecipe) -> None:
 
 MEDUSA = HeadRecipe(kind="medusa", depth=3)
 UNO = HeadRecipe(kind="uno", depth=2, rank=8)
-MTP = HeadRecipe(kind="mtp", depth=3)
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-DENSE = ["qwen3_5_text", "ernie4_5_moe"]
 
 
 @pytest.fixture(scope="module")
@@ -370,42 +367,6 @@ def test_a_lora_learns_and_drafts(
     )
     weights = load_file(tmp_path / "adapter_model.safetensors")
     reference_heads.assert_drafts_are(found, reference_heads.uno(model, weights, 1.0))
-
-
-def said_by(model: Any) -> Blocks:
-    ids = torch.cat([tiny.prompt(3, seed=seed).clamp(min=3) for seed in range(6)])
-    return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
-
-
-@pytest.mark.parametrize("kind", DENSE)
-def test_each_unrolled_step_says_what_the_module_drafts(kind: str, tmp_path: Path) -> None:
-    made = published_heads.mtp(tmp_path, kind)
-    text = said_by(made.model)
-    lesson = MtpLesson(made.model, MTP, Split(text, text), 0)
-    lesson.model.double()
-    logits = reference_heads.mtp(made.model, made.blocks, made.weights, kind)
-    assert_steps_are(lesson, text, MTP.depth, logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.tools
-@pytest.mark.parametrize("kind", DENSE)
-def test_a_module_learns_and_drafts_from_its_new_folder(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, to = published_heads.mtp(tmp_path / "base", kind), tmp_path / "module"
-    text = said_by(made.model)
-    lesson, figures = MtpLesson(made.model, MTP, Split(text, text), 0), ("alpha_1", "alpha_3", "accepted_greedily")
-    assert assert_learns_and_drafts(lesson, text, "mtp", to, PairProposer, figures, monkeypatch)
-    assert load_file(to / "model.safetensors").keys() == {*lesson.model.weights()}
-
-
-def test_a_module_that_cannot_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HeadError, match="no module"):
-        MtpLesson.check(tiny.llama())
-    with pytest.raises(TrainingError, match="experts"):
-        MtpLesson.check(published_heads.mtp(tmp_path / "experts", "glm4_moe").model)
-    with pytest.raises(TrainingError, match="has 2 modules"):
-        MtpLesson.check(published_heads.mtp(tmp_path / "several", "qwen3_5_text", modules=2).model)
 
 
 RECIPE = HeadRecipe(kind="eagle3", depth=3, vocabulary=20)

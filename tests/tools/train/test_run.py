@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import selfspec
 from helpers.saved_folders import PROMPTS, checkpoint_folder
-from selfspec.errors import CorpusError, HeadError, StorageError, TrainingError
+from selfspec.errors import CorpusError, StorageError, TrainingError
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS, Observer, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
@@ -210,8 +210,6 @@ def test_wrong_settings_and_texts_are_refused_before_anything_is_written(trainin
         training(LayerSkipRecipe(exits=(9,)), to)
     with pytest.raises(TrainingError, match="exit 5"):
         training(ExitHeadRecipe(exits=(5,)), to)
-    with pytest.raises(HeadError, match="no module"):
-        training(HeadRecipe(kind="mtp", own_texts=40, beginning=4), to)
     with pytest.raises(CorpusError):
         training(None, to, file=tmp_path / "none.txt")
     assert not to.exists()

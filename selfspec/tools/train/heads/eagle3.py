@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from selfspec.draft.heads.eagle import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
-from selfspec.model.gated_view import Point
+from selfspec.model.gated_view import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
+from selfspec.model.stock_passes import over_cache
 from selfspec.tools.train.corpus import Split
-from selfspec.tools.train.heads.lesson import HeadLesson, UnrolledModule
+from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
 from selfspec.tools.train.recipe import HeadRecipe
 
 # Standard deviation of new weights.
@@ -31,18 +33,44 @@ _ALIKE = (
 )
 
 
-class Eagle3Module(UnrolledModule):
-    """An EAGLE-3 head: `fusion` joins the target's states, the head of `layers` gives logits of the ids it drafts.
+class Eagle3Module(DraftHeadModule):
+    """An EAGLE-3 head, run over whole texts by the modules that the drafter itself runs.
 
-    `differences` lie between the target's ids that it drafts and its own, `[ids]`; None: it drafts all.
+    `fusion` joins the target's states, the head of `layers` gives logits of the ids it drafts. `differences` lie
+    between the target's ids that it drafts and its own, `[ids]`; None: it drafts all.
     """
 
     differences: Tensor | None
 
     def __init__(self, fusion: Eagle3Fusion, layers: PreTrainedModel, differences: Tensor | None, vocabulary: int):
-        super().__init__(fusion, layers, layers.get_output_embeddings(), "last")
+        super().__init__()
+        self.fusion = fusion
+        self.layers = layers
         self.register_buffer("differences", differences)
         self._vocabulary = vocabulary
+
+    def taught(self, step: int, depth: int) -> int:
+        # One after another: each takes as long as the first, and is worth nothing where one before it is wrong.
+        return 1 + step % depth
+
+    def forward(self, seen: Seen, steps: int) -> list[Tensor]:
+        adapter = find_adapter(self.layers)
+        base, output = adapter.base(self.layers), self.layers.get_output_embeddings()
+        tap = FeatureTap(self.layers, adapter, base, ("last",))
+        state, cache, found = self.fusion.state(seen.features), DynamicCache(), []
+        width = state.shape[1]
+        positions = torch.arange(width, device=state.device)[None]
+        for step in range(steps):
+            # Of the last token before a draft the state is the target's, of drafted ones its own.
+            normed = tap.module.get_submodule(base)(
+                inputs_embeds=self.fusion.inputs(seen.embedded, state),
+                attention_mask=_unrolled(width, step, state),
+                position_ids=positions,
+                **over_cache(self.layers, cache),
+            )[0]
+            found.append(output(normed[seen.reached(step)]))
+            state = pad(tap.take()["last"][:, :-1], (0, 0, 1, 0))
+        return found
 
     def weights(self) -> dict[str, Tensor]:
         inside = self.layers.get_submodule(find_adapter(self.layers).base(self.layers))
@@ -53,6 +81,19 @@ class Eagle3Module(UnrolledModule):
             named["d2t"] = self.differences
             named["t2d"] = torch.zeros(self._vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
         return named
+
+
+def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
+    """Return the additive mask of pairs in a step over those of all steps so far, `[1, 1, width, (step + 1) * width]`.
+
+    A pair's draft began `step` pairs before it: until there it sees the target's states, then its own.
+    """
+    seen = torch.ones(width, width, dtype=torch.bool, device=like.device)
+    parts = [seen.tril(-step)] + [seen.tril(each - step) & seen.triu(each - step) for each in range(1, step + 1)]
+    # Pairs that no draft of this step ends at see themselves, so that what they give is a number.
+    parts[-1] = parts[-1] | torch.eye(width, dtype=torch.bool, device=like.device)
+    mask = torch.zeros(width, len(parts) * width, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(~torch.cat(parts, 1), torch.finfo(like.dtype).min)[None, None]
 
 
 class Eagle3Lesson(HeadLesson):

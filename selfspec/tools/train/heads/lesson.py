@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from selfspec.draft.heads.head import Fusion
 from selfspec.files.writing import write_json
 from selfspec.measure.acceptance import Acceptance, Readout
 from selfspec.model.gated_view import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.registry import find_adapter
-from selfspec.model.stock_passes import over_cache
 from selfspec.tools.train.corpus import Blocks, Split, most_frequent
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import HeadRecipe
@@ -176,60 +173,3 @@ class HeadLesson(Lesson):
             return logits
         spread = logits.new_full((len(logits), size), -torch.inf)
         return spread.index_copy_(-1, self._tokens.to(logits.device), logits)
-
-
-class UnrolledModule(DraftHeadModule):
-    """The modules that the drafter itself runs, over whole texts.
-
-    `output` gives logits of normed states, `[pairs, hidden]`; in a tuple where it does not learn. `recycled` says which
-    of its own states replaces the target's for a token that it drafted.
-    """
-
-    def __init__(
-        self,
-        fusion: Fusion,
-        layers: PreTrainedModel,
-        output: Callable[[Tensor], Tensor],
-        recycled: Literal["last", "normed"],
-    ) -> None:
-        super().__init__()
-        self.fusion = fusion
-        self.layers = layers
-        self._output = (output,)
-        self._recycled: Literal["last", "normed"] = recycled
-
-    def taught(self, step: int, depth: int) -> int:
-        # One after another: each takes as long as the first, and is worth nothing where one before it is wrong.
-        return 1 + step % depth
-
-    def forward(self, seen: Seen, steps: int) -> list[Tensor]:
-        adapter = find_adapter(self.layers)
-        base = adapter.base(self.layers)
-        tap = FeatureTap(self.layers, adapter, base, (self._recycled,))
-        (output,), state, cache, found = self._output, self.fusion.state(seen.features), DynamicCache(), []
-        width = state.shape[1]
-        positions = torch.arange(width, device=state.device)[None]
-        for step in range(steps):
-            # Of the last token before a draft the state is the target's, of drafted ones its own.
-            normed = tap.module.get_submodule(base)(
-                inputs_embeds=self.fusion.inputs(seen.embedded, state),
-                attention_mask=_unrolled(width, step, state),
-                position_ids=positions,
-                **over_cache(self.layers, cache),
-            )[0]
-            found.append(output(normed[seen.reached(step)]))
-            state = pad(tap.take()[self._recycled][:, :-1], (0, 0, 1, 0))
-        return found
-
-
-def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
-    """Return the additive mask of pairs in a step over those of all steps so far, `[1, 1, width, (step + 1) * width]`.
-
-    A pair's draft began `step` pairs before it: until there it sees the target's states, then its own.
-    """
-    seen = torch.ones(width, width, dtype=torch.bool, device=like.device)
-    parts = [seen.tril(-step)] + [seen.tril(each - step) & seen.triu(each - step) for each in range(1, step + 1)]
-    # Pairs that no draft of this step ends at see themselves, so that what they give is a number.
-    parts[-1] = parts[-1] | torch.eye(width, dtype=torch.bool, device=like.device)
-    mask = torch.zeros(width, len(parts) * width, dtype=like.dtype, device=like.device)
-    return mask.masked_fill(~torch.cat(parts, 1), torch.finfo(like.dtype).min)[None, None]
