@@ -39,7 +39,6 @@ from selfspec.tools.calibrate.candidates import (
     considered,
     costs_of,
     fitting,
-    paths_of,
     predicted,
     to_confirm,
     to_measure,
@@ -47,7 +46,7 @@ from selfspec.tools.calibrate.candidates import (
 )
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, batched
-from selfspec.tools.lab.drafts import content
+from selfspec.tools.lab.drafts import content, paths_of
 from selfspec.tools.lab.generations import rows_of
 from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.report import require_packages, write_report
@@ -131,7 +130,7 @@ def calibrate(
     for drafter in drafters or ():
         drafter.check_model(model, found)
     every = fitting(every, model, found)
-    named = paths_of(every)
+    named = paths_of(every.values())
     others = [
         Candidate(each, step=each.cost(model, found))
         for each in every.values()
@@ -171,7 +170,7 @@ def calibrate(
         base=plain,
         watch=progress,
     )
-    wanted = paths_of({each.name: each.draft for each in others})
+    wanted = paths_of(each.draft for each in others)
     measured = to_measure(model, found, named, rates, wanted)
     costs = measured_costs(measured, range(1, asked.longest_draft + 2), batch=asked.batch)
     kinds: list[_Kind] = []
@@ -186,13 +185,12 @@ def calibrate(
         winners.append(None if best is None else candidates[best.name])
         chosen = _chosen(best, winners[-1], temperature, asked.longest_draft)
         kinds.append(_Kind(temperature, alpha, predictions, trials[-1].confirmed, {}, chosen))
-    won = {winner.name: winner.draft for winner in winners if winner is not None}
-    paths = paths_of(won)
+    paths = paths_of(winner.draft for winner in winners if winner is not None)
     if any(each in reduced for each in paths.values()):
         write_sealed(file, {"tokens": reduced[0].tokens})
     in_batches: list[MeasuredCosts] = []
     # None of these where nothing drafts, or where rows of several lengths cannot be run.
-    for rows in _BATCHES if won and found.ragged != "none" else ():
+    for rows in _BATCHES if any(winners) and found.ragged != "none" else ():
         if rows == asked.batch:
             continue
         try:

@@ -23,6 +23,7 @@ from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import plain_head
 from selfspec.model.identity import weight_of
+from selfspec.tools.lab.drafts import path_of
 
 # Acceptance while generating may be better than the formula's, which takes one rate for all positions.
 _WORTH_CONFIRMING = 0.9
@@ -85,12 +86,6 @@ def considered(depth: int, drafters: Sequence[Drafter] | None, context: int = 0)
         draft.check(depth)
         named[draft.spelling] = draft
     return named
-
-
-def paths_of(drafters: Mapping[str, Drafter]) -> dict[str, LayerPathDrafter]:
-    """Return the paths of the model that some drafts run, by name: they are measured, and may draft alone."""
-    paths = [path for path in map(path_of, drafters.values()) if path is not None]
-    return {draft_name(path): path for path in paths}
 
 
 def _declared(depth: int) -> Iterator[Drafter]:
@@ -167,12 +162,6 @@ def to_confirm(
         candidates += [Candidate(Union(*free, path), nodes) for path in worth[:1]]
     grown = [replace(each, nodes=nodes) for each in others if nodes > 1 and each.draft.runs == "model"]
     return {each.name: each for each in [*others, *grown, *candidates]}
-
-
-def path_of(draft: Drafter) -> LayerPathDrafter | None:
-    """Return the path of the model that a candidate drafts along; None: it looks up."""
-    path = draft.last
-    return path if isinstance(path, LayerPathDrafter) else None
 
 
 def costs_of(candidate: Candidate, measured: MeasuredCosts) -> Costs:

@@ -22,6 +22,7 @@ from selfspec.accept import Rule, find_rule, rule_name
 from selfspec.architecture import Adapter
 from selfspec.control.profile import Profile
 from selfspec.draft import Drafter, EarlyExit, LayerSkip
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.early_exit import trained_exits
 from selfspec.draft.registry import draft_name, kinds, parse_draft, parts_of
 from selfspec.errors import DraftConfigError, SelfSpecError, StudyError
@@ -131,6 +132,17 @@ def named_drafts(
         except SelfSpecError as error:
             raise StudyError(f"drafts: {name}: {error}") from error
     return found
+
+
+def path_of(draft: Drafter | None) -> LayerPathDrafter | None:
+    """Return the path of the model that the last source of a draft runs; None: it runs none."""
+    path = None if draft is None else draft.last
+    return path if isinstance(path, LayerPathDrafter) else None
+
+
+def paths_of(drafts: Iterable[Drafter | None]) -> dict[str, LayerPathDrafter]:
+    """Return the paths of the model that some drafts run, by name: they are measured, and may draft alone."""
+    return {draft_name(path): path for path in map(path_of, drafts) if path is not None}
 
 
 def draft_kind(name: str) -> str:

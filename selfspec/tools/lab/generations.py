@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.api import wrap
 from selfspec.draft import Drafter, PromptLookup
-from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.environment import environment
@@ -23,6 +22,7 @@ from selfspec.measure.timing import Call
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, runtime_named
+from selfspec.tools.lab.drafts import path_of, paths_of
 from selfspec.tools.lab.prices import RoundCosts
 from selfspec.tools.lab.runs import Row, Run, Runs, digest_of, origin
 from selfspec.tools.lab.turns import ArmRun, measure
@@ -212,13 +212,12 @@ def costs_of(
     """
     chains = [arm if isinstance(arm, OwnArm) and arm.spec.own and arm.spec.nodes is None else None for arm in arms]
     drafts = [None if arm is None else arm.drafter(cell) for arm in chains]
-    paths = {draft_name(path): path for path in map(_path, drafts) if path is not None}
     runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.NATIVE)
     lengths = sorted({*_LENGTHS, max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])})
     measured = measure_costs(
         model,
         find_adapter(model),
-        list(paths.values()),
+        list(paths_of(drafts).values()),
         widths=[length + 1 for length in lengths],
         context=max(call.ids.shape[1] for call in prompts) + cell.max_new_tokens // 2,
         repeats=_REPEATS,
@@ -227,22 +226,15 @@ def costs_of(
         temperature=cell.temperature,
         base=wrap(bare(model), runtime=runtime_named(runtime, after=0)),
     )
-    found: list[RoundCosts | None] = []
-    for draft in drafts:
-        path, looked_up = _path(draft), measured.of(PLAIN)
-        if path is not None:
-            name = draft_name(path)
-            found.append(RoundCosts(measured.draft[name], measured.of(name), looked_up))
-        else:
-            looks = draft is not None and isinstance(draft.last, PromptLookup)
-            found.append(RoundCosts(measured.draft[PLAIN], looked_up, looked_up) if looks else None)
-    return found
+    named = [_timed_as(draft) for draft in drafts]
+    return [None if name is None else RoundCosts.of(measured, name) for name in named]
 
 
-def _path(draft: Drafter | None) -> LayerPathDrafter | None:
-    """Return the path that the last source of a draft runs."""
-    path = None if draft is None else draft.last
-    return path if isinstance(path, LayerPathDrafter) else None
+def _timed_as(draft: Drafter | None) -> str | None:
+    """Return the name under which the rounds of a draft are timed."""
+    if (path := path_of(draft)) is not None:
+        return draft_name(path)
+    return PLAIN if draft is not None and isinstance(draft.last, PromptLookup) else None
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from selfspec.measure.stock import bare
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.sizes import share_read, widening
 from selfspec.tools.lab.arms import RuntimeName, runtime_named
-from selfspec.tools.lab.drafts import content
+from selfspec.tools.lab.drafts import content, path_of, paths_of
 from selfspec.tools.lab.runs import Row, Run
 from selfspec.tools.lab.study import Pricing, StudiedModel
 from selfspec.tools.lab.table import spread
@@ -52,6 +52,11 @@ class RoundCosts:
     stepped: Costs
     looked_up: Costs
 
+    @classmethod
+    def of(cls, measured: MeasuredCosts, name: str) -> RoundCosts:
+        """Return the costs of a draft that was timed for itself."""
+        return cls(measured.draft[name], measured.of(name), measured.of(PLAIN))
+
     def of_round(self, steps: float, drafted: float) -> Estimate:
         """Return the cost of a round; one without a draft is the unit. No round takes less."""
         if not drafted:
@@ -79,7 +84,7 @@ class Prices:
     Attributes:
         sublayers: prices of a draft step; `low` and `high` the same by the ends of the intervals.
         target: V and o of a draft that is verified from tokens on.
-        known: costs of paths that were timed for themselves, by name; `known_c` their c, with its interval.
+        known: costs of paths that are not priced by their sublayers, by name.
         step_seconds: one step of plain decoding; None where nothing was measured.
     """
 
@@ -87,8 +92,7 @@ class Prices:
     low: SublayerPrices
     high: SublayerPrices
     target: Costs
-    known: Mapping[str, Costs] = field(default_factory=dict)
-    known_c: Mapping[str, Estimate] = field(default_factory=dict)
+    known: Mapping[str, RoundCosts] = field(default_factory=dict)
     step_seconds: float | None = None
 
     @classmethod
@@ -101,13 +105,13 @@ class Prices:
 
         Drafts that run no layers of the model cost what they say themselves.
         """
-        path = drafter.last
-        if not isinstance(path, LayerPathDrafter):
+        path = path_of(drafter)
+        if path is None:
             own = drafter.cost(model, adapter)
             return RoundCosts(Estimate(own, own, own), self.target, self.target)
         name = draft_name(path)
         if name in self.known:
-            return RoundCosts(self.known_c[name], self.known[name], self.target)
+            return self.known[name]
         depth = len(self.sublayers.attention)
         ran = _ran(path.path(depth), depth)
         costs = self.costs(path.path(depth))
@@ -188,12 +192,8 @@ def costs_run(studied: StudiedModel, drafts: Iterable[str], pricing: Pricing, ru
 
 def _alone(studied: StudiedModel, drafts: Iterable[str]) -> dict[str, LayerPathDrafter]:
     """Return the paths that drafts run and that are not priced by their sublayers, by name."""
-    paths = [studied.given.drafter(name).last for name in drafts]
-    return {
-        draft_name(each): each
-        for each in paths
-        if isinstance(each, LayerPathDrafter) and not isinstance(each, _BY_SUBLAYERS)
-    }
+    paths = paths_of(map(studied.given.drafter, drafts))
+    return {name: each for name, each in paths.items() if not isinstance(each, _BY_SUBLAYERS)}
 
 
 def find_costs(studied: StudiedModel, drafts: Iterable[str], run: Run) -> list[Row]:
@@ -202,12 +202,12 @@ def find_costs(studied: StudiedModel, drafts: Iterable[str], run: Run) -> list[R
     alone = _alone(studied, drafts)
     if run.under["pricing"] == "weights":
         prices = prices_by_weights(model, adapter)
-        known = {
-            name: replace(prices.costs(each.path(depth)), draft=each.cost(model, adapter))
-            for name, each in alone.items()
-        }
-        read = {name: Estimate(each.draft, each.draft, each.draft) for name, each in known.items()}
-        return [{"prices": asdict(replace(prices, known=known, known_c=read))}]
+        known = {}
+        for name, each in alone.items():
+            own = each.cost(model, adapter)
+            costs = replace(prices.costs(each.path(depth)), draft=own)
+            known[name] = RoundCosts(Estimate(own, own, own), costs, prices.target)
+        return [{"prices": asdict(replace(prices, known=known))}]
     paths = timed_paths(depth)
     drafters = {**alone, **paths}
     measured = measure_costs(
@@ -221,7 +221,6 @@ def find_costs(studied: StudiedModel, drafts: Iterable[str], run: Run) -> list[R
         # As drafts are confirmed.
         base=wrap(bare(model), adapter=adapter, runtime=runtime_named(RuntimeName(run.under["runtime"]), after=0)),
     )
-    known = {name: measured.of(name) for name in alone}
-    read = {name: measured.draft[name] for name in alone}
-    prices = replace(prices_by_measurement(measured, paths, depth), known=known, known_c=read)
+    known = {name: RoundCosts.of(measured, name) for name in alone}
+    prices = replace(prices_by_measurement(measured, paths, depth), known=known)
     return [{"prices": asdict(prices), "timed": measured.to_dict()}]

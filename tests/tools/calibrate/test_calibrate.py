@@ -48,7 +48,6 @@ from selfspec.tools.calibrate.candidates import (
     costs_of,
     fitting,
     own_vocabulary,
-    paths_of,
     predicted,
     to_confirm,
     to_measure,
@@ -56,6 +55,7 @@ from selfspec.tools.calibrate.candidates import (
 )
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import Cell, OwnArm, Prompts, batched
+from selfspec.tools.lab.drafts import paths_of
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,22 @@ def test_a_module_in_the_checkpoint_is_tried_without_being_asked_for(
 def test_any_draft_may_be_considered_and_its_path_is_measured() -> None:
     found = considered(4, [Cascade(PromptLookup(), LayerSkip(layers=[1])), Repeat()])
     assert list(found) == ["lookup+skip:layers=1", f"{__name__}:Repeat", "int8", "int4", "mtp"]
-    assert list(paths_of(found)) == ["skip:layers=1", "int8", "int4"]
+    assert list(paths_of(found.values())) == ["skip:layers=1", "int8", "int4"]
     others = [Candidate(each) for each in list(found.values())[:2]]
     costs = _costs(skip_layers=0.5)
-    assert list(to_confirm({}, paths_of(found), others=others)) == [*list(found)[:2], "lookup"]
+    assert list(to_confirm({}, paths_of(found.values()), others=others)) == [*list(found)[:2], "lookup"]
     assert costs_of(others[1], costs).draft == 0
     assert costs_of(Candidate(Repeat(), step=0.3), costs).draft == 0.3
 
 
 def test_of_many_exits_those_with_promise_are_measured() -> None:
     model = tiny.llama(num_hidden_layers=12)
-    drafters = paths_of(considered(12, None))
+    drafters = paths_of(considered(12, None).values())
     rates = {name: 0.9 if name in ("exit:2", "exit:11") else 0.1 for name in drafters}
     measured = to_measure(model, find_adapter(model), drafters, [rates])
     assert len(measured) == 6
     assert EarlyExit(2) in measured
-    few = paths_of(considered(4, [EarlyExit(1), EarlyExit(2)]))
+    few = paths_of(considered(4, [EarlyExit(1), EarlyExit(2)]).values())
     assert to_measure(model, find_adapter(model), few, [rates]) == list(few.values())
 
 
@@ -164,7 +164,7 @@ def test_predictions_are_the_formulas_and_in_order() -> None:
 
 def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
     costs = _costs(exit_1=0.2, exit_2=0.3, exit_3=0.4)
-    drafters = paths_of(considered(4, None))
+    drafters = paths_of(considered(4, None).values())
     rates = {"exit:1": 0.9, "exit:2": 0.5, "exit:3": 0.95}
     found = to_confirm(predicted(rates, costs, 4), drafters)
     assert list(found) == ["lookup", "exit:1", "lookup+exit:1", "exit:3", "lookup+exit:3"]
@@ -176,11 +176,11 @@ def test_paths_without_promise_are_not_confirmed_and_look_ups_are() -> None:
 def test_trees_of_two_sizes_are_tried_along_the_best_path_and_recycling_and_a_union_with_them() -> None:
     costs = _costs(exit_1=0.2, exit_3=0.4)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.95}, costs, 4)
-    found = to_confirm(predictions, paths_of(considered(4, None)), nodes=6)
+    found = to_confirm(predictions, paths_of(considered(4, None).values()), nodes=6)
     assert list(found)[-5:-3] == ["exit:1, 3 nodes", "exit:1, 6 nodes"]
     assert [(each.nodes, each.levels(4)) for each in found.values()][-5:-3] == [(3, 3), (6, 4)]
     assert found["exit:1"].levels(4) == 4
-    assert len(to_confirm(predictions, paths_of(considered(4, None)), nodes=1)) == len(found) - 5
+    assert len(to_confirm(predictions, paths_of(considered(4, None).values()), nodes=1)) == len(found) - 5
     names = ["recycle, 3 nodes", "recycle, 6 nodes", "union:recycle+exit:1, 6 nodes"]
     assert list(found)[-3:] == names
     assert [costs_of(found[name], costs).draft for name in names] == [0.0, 0.0, 0.2]
@@ -219,7 +219,7 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(monkeypatch: pytes
     planted = {"none": 1.0, "lookup": 2.0, "exit:1": 0.5, "lookup+exit:1": 0.8, "exit:3": 4.0, "lookup+exit:3": 0.9}
     costs = _costs(exit_1=0.1, exit_3=0.1)
     predictions = predicted({"exit:1": 0.9, "exit:3": 0.9}, costs, 4)
-    candidates = to_confirm(predictions, paths_of(considered(4, None)))
+    candidates = to_confirm(predictions, paths_of(considered(4, None).values()))
     plain: Any = SimpleNamespace(drafting=lambda *given: None, model=None)
     seeds: list[int] = []
 
