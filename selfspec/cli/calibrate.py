@@ -140,7 +140,7 @@ def _print(model: str, profile: Profile, seconds: float, file: Path) -> None:
     out.print(
         "c: a draft step, in plain steps; the profile has all costs. alpha: acceptance rate, teacher-forced on the "
         "model's own text. predicted: by the formula, at the best draft length. speed-up: measured, in turns with "
-        "plain decoding.",
+        "plain decoding. tokens: of a target pass.",
         style="dim",
     )
     for kind, chosen in ((profile.report["greedy"], profile.greedy), (profile.report["sampled"], profile.sampled)):
@@ -154,7 +154,7 @@ def _found(kind: Mapping[str, Any], steps: Mapping[str, Any], beside: str) -> Ta
     from selfspec.measure.estimate import Estimate
 
     title = f"temperature {kind['temperature']:g}" if kind["temperature"] else "greedy"
-    columns = ("c", "alpha", "predicted", "speed-up", "accepted", "tokens a pass")
+    columns = ("c", "alpha", "predicted", "speed-up", "accepted", "tokens")
     table = figures_table(None, [Column(title, no_wrap=True)], columns)
     confirmed = {each["name"]: each for each in kind["confirmed"]}
     confirmed |= {f"chosen, {rows} rows": each for rows, each in kind["in_batches"].items()}

@@ -108,18 +108,7 @@ def search(
 
 
 def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:
-    """Say what a search found, and what to do next.
-
-    Args:
-        model: as the command line names it.
-        draft: the best skip set's name.
-        promised: its predicted speed, in times plain decoding.
-        sets: how many were evaluated.
-        file: where it was saved.
-
-    Returns:
-        Two lines.
-    """
+    """Say what a search found and saved in a file, and what to do next; `promised` is in times plain decoding."""
     counted = f"{sets} set{'s' * (sets != 1)} evaluated"
     if promised <= 1:
         return (
