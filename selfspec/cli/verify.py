@@ -27,7 +27,6 @@ from selfspec.tools.verify.settings import Settings
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
-    from transformers import PreTrainedTokenizerBase
 
     from selfspec.control.profile import Profile
     from selfspec.draft import Drafter
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
 _WRONG = "bold red"
-# More would drown the verdict; JSON has them all.
-_MOST_LISTED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,7 @@ def verify(
     found |= {"checkpoint": model.model, "settings": used, "seconds": seconds}
     result = Verified(**found)
     if output == "text":
-        _print_report(model.model, checkpoint.tokenizer, report, seconds)
+        _print_report(model.model, report, seconds)
     if not report.exact:
         if output == "json":
             print_json(result)
@@ -168,7 +165,7 @@ def _drafters(checkpoint: Checkpoint, drafts: Sequence[Drafter | Profile | str])
     return found
 
 
-def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: VerifyReport, seconds: float) -> None:
+def _print_report(name: str, report: VerifyReport, seconds: float) -> None:
     """Print the tables, the verdict last."""
     from rich.text import Text
 
@@ -193,10 +190,7 @@ def _print_report(name: str, tokenizer: PreTrainedTokenizerBase, report: VerifyR
     )
     out.print()
     if report.divergences:
-        out.print(_divergences(tokenizer, report))
-        if len(report.divergences) > _MOST_LISTED:
-            out.print(f"and {len(report.divergences) - _MOST_LISTED} more; --output json lists all", style="dim")
-        out.print()
+        out.print(f"--output json lists each of {len(report.divergences)} divergences", style="dim")
     for failure in report.failures:
         out.print(Text(f"- {failure}", style="red"))
     out.print(Text(report.sentence, style=_STYLES[str(report.exactness)]))
@@ -227,32 +221,6 @@ def _drafts(report: VerifyReport) -> Table:
             f"{draft.stats.mean_accepted_length:.2f}",
             _equal_texts(draft.coupled, bound) if draft.coupled else "-",
             Text(", ").join(p_values),
-        )
-    return table
-
-
-def _divergences(tokenizer: PreTrainedTokenizerBase, report: VerifyReport) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    def shown(token: int | None) -> Text:
-        return Text("none", style="dim") if token is None else Text(f"{token} {tokenizer.decode([token])!r}")
-
-    table = Table(title="Divergences", title_justify="left")
-    for column in ("draft", "check", "prompt", "token", "model's own", "found", "gap", "near-tie"):
-        table.add_column(column, justify="right" if column in ("prompt", "token", "gap") else "left")
-    # Those that rounding does not explain come first.
-    listed = sorted(report.divergences, key=lambda divergence: divergence.is_near_tie(report.bound))
-    for divergence in listed[:_MOST_LISTED]:
-        table.add_row(
-            divergence.draft,
-            str(divergence.check),
-            str(divergence.prompt + 1),
-            str(divergence.position + 1),
-            shown(divergence.expected),
-            shown(divergence.found),
-            "-" if divergence.gap is None else f"{divergence.gap:.2g}",
-            "yes" if divergence.is_near_tie(report.bound) else Text("NO", style=_WRONG),
         )
     return table
 
