@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from selfspec.draft import Drafter
     from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.rounding import Bound
-    from selfspec.tools.verify.comparison import Comparison, Divergence
-    from selfspec.tools.verify.report import VerifyReport
+    from selfspec.tools.verify.report import Comparison, Divergence, VerifyReport
 
 _STYLES = {"EXACT": "bold green", "EXACT WITHIN ROUNDING": "bold yellow", "NOT EXACT": "bold red"}
 _WRONG = "bold red"

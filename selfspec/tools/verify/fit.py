@@ -18,7 +18,6 @@ from selfspec.api import SelfSpeculative
 from selfspec.measure.stock import end_tokens
 from selfspec.measure.watch import Watch
 from selfspec.model.stock_passes import logits_after
-from selfspec.tools.verify.comparison import sampled_texts
 from selfspec.tools.verify.settings import Settings
 
 # Rounding may move a probability twice as far as it was seen to; the statistic has squares.
@@ -87,6 +86,32 @@ def check_fits(
             )
         )
     return fits
+
+
+def sampled_texts(
+    spec: SelfSpeculative,
+    ids: Tensor,
+    rule: str,
+    new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    seed: int,
+    mask: Tensor | None = None,
+) -> list[list[int]]:
+    """Sample the new tokens of each of the prompts, `[rows, prompt]`, with no filter that takes tokens away."""
+    output = spec.generate(
+        ids,
+        torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        seed=seed,
+        accept=rule,
+    )
+    new = output.sequences[:, ids.shape[1] :].tolist()
+    return [row[:length] for row, length in zip(new, output.lengths, strict=True)]
 
 
 def _drawn(spec: SelfSpeculative, rule: str, place: Place, samples: int, seeds: torch.Generator) -> Counter[Outcome]:

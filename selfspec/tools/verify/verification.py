@@ -8,14 +8,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from selfspec.accept import find_rule
+from selfspec.accept import TokenLevel, find_rule
+from selfspec.accept.tree_paths import at_parents
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.decode.noise import Noise
 from selfspec.decode.output import Stats
-from selfspec.draft import Drafter, EarlyExit, LayerSkip
+from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, PromptError
@@ -25,9 +26,8 @@ from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.arms import Prompts, RuntimeName, runtime_named
-from selfspec.tools.verify.comparison import Check, Comparison, forced_logits, sampled_texts
-from selfspec.tools.verify.fit import check_fits, choose_places
-from selfspec.tools.verify.report import DraftReport, VerifyReport
+from selfspec.tools.verify.fit import check_fits, choose_places, sampled_texts
+from selfspec.tools.verify.report import Check, Comparison, DraftReport, VerifyReport
 from selfspec.tools.verify.settings import Settings
 
 
@@ -158,6 +158,51 @@ def _check_greedy(
     report.logits_off = max(report.logits_off, off)
     compare(report.forced, logits.argmax(-1).tolist())
     return _Decoded({rule: text for rule, text in texts.items() if find_rule(rule).lossless}, logits)
+
+
+def forced_logits(spec: SelfSpeculative, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return the logits of each new token of a text, `[new tokens, vocab]`, by passes that verify drafts of it.
+
+    Drafts are made to propose the text, pass by pass as in any generation, and all of them are accepted. A drafter that
+    does not choose its tokens by logits proposes what it would have proposed.
+    """
+    output = spec.generate(
+        prompt,
+        torch.ones_like(prompt),
+        max_new_tokens=len(tokens),
+        do_sample=False,
+        accept=_Dictated(),
+        logits_processor=LogitsProcessorList([_Dictation([*prompt[0].tolist(), *tokens])]),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert output.logits is not None
+    return torch.cat(output.logits)
+
+
+class _Dictation(LogitsProcessor):
+    """Leaves one token at each place: that of a text, which is given with its prompt."""
+
+    # selfspec then asks it about draft tokens, too.
+    stateless = True
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        dictated = torch.full_like(scores, -torch.inf)
+        dictated[:, self._text[input_ids.shape[1]]] = 0.0
+        return dictated
+
+
+class _Dictated(TokenLevel):
+    """Commits the token of a one-hot p, so that no rule under test has a hand in it."""
+
+    def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
+        return at_parents(p, draft.tree).gather(-1, draft.tokens[..., None])[..., 0]
+
+    def recovery_probs(self, draft: Draft, p: Tensor, place: Tensor) -> Tensor:
+        return p[torch.arange(p.shape[0], device=p.device), place]
 
 
 def _check_beside_plain(

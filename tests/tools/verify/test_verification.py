@@ -37,12 +37,11 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.runtime import BatchInvariant, Eager
 from selfspec.runtime.request import NO_LOGITS, PassResult
 from selfspec.runtime.runner import ModelRunner
-from selfspec.tools.verify.comparison import Check, forced_logits
 from selfspec.tools.verify.fit import NEW_TOKENS, Outcome, Place, choose_places
 from selfspec.tools.verify.pruned import draft_logits, pruned_logits
-from selfspec.tools.verify.report import Exactness, VerifyReport
+from selfspec.tools.verify.report import Check, Exactness, VerifyReport
 from selfspec.tools.verify.settings import Settings
-from selfspec.tools.verify.verification import default_drafts, verify
+from selfspec.tools.verify.verification import default_drafts, forced_logits, verify
 
 QUICK = Settings(max_new_tokens=16, samples=300)
 # Where the texts matter, and where the tests of fit do.
