@@ -490,32 +490,28 @@ class _Judge:
 
 @dataclass(frozen=True)
 class ExpectedRounds:
-    """Expected counts of a generation: draft tokens judged and accepted by depth, rounds and tokens of each text."""
+    """Expected counts of a generation: draft tokens judged and accepted by depth, and rounds; and its tokens."""
 
-    judged: tuple[float, ...]
-    accepted: tuple[float, ...]
-    rounds: tuple[float, ...]
-    tokens: tuple[int, ...]
+    judged: list[float]
+    accepted: list[float]
+    rounds: float
+    tokens: int
 
 
-def expected_rounds(texts: Sequence[TeacherForcedFigures], draft_length: int) -> ExpectedRounds:
-    """Replay texts in rounds of up to `draft_length` tokens, at least 1, and sum up the chances."""
+def expected_rounds(figures: TeacherForcedFigures, draft_length: int) -> ExpectedRounds:
+    """Replay a text in rounds of up to `draft_length` tokens, at least 1, and sum up the chances."""
     judged, accepted = [0.0] * draft_length, [0.0] * draft_length
-    rounds, counted = [], []
-    for figures in texts:
-        chance, credit = figures.chance.tolist(), figures.overlap.tolist()
-        tokens = len(chance[0])
-        begins = [1.0] + [0.0] * tokens
-        for start in range(tokens):
-            # Of what is still wanted one token is the target's own, as in the loop.
-            length, alive = min(draft_length, tokens - start - 1), begins[start]
-            for position in range(length):
-                copy, place = min(position, len(chance) - 1), start + position
-                judged[position] += alive
-                accepted[position] += alive * credit[copy][place]
-                begins[place + 1] += alive * (1 - chance[copy][place])
-                alive *= chance[copy][place]
-            begins[start + length + 1] += alive
-        rounds.append(sum(begins[:tokens]))
-        counted.append(tokens)
-    return ExpectedRounds(tuple(judged), tuple(accepted), tuple(rounds), tuple(counted))
+    chance, credit = figures.chance.tolist(), figures.overlap.tolist()
+    tokens = len(chance[0])
+    begins = [1.0] + [0.0] * tokens
+    for start in range(tokens):
+        # Of what is still wanted one token is the target's own, as in the loop.
+        length, alive = min(draft_length, tokens - start - 1), begins[start]
+        for position in range(length):
+            copy, place = min(position, len(chance) - 1), start + position
+            judged[position] += alive
+            accepted[position] += alive * credit[copy][place]
+            begins[place + 1] += alive * (1 - chance[copy][place])
+            alive *= chance[copy][place]
+        begins[start + length + 1] += alive
+    return ExpectedRounds(judged, accepted, sum(begins[:tokens]), tokens)

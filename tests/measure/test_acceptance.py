@@ -291,12 +291,14 @@ def test_sampled_rounds_are_those_of_generations_in_the_mean(exact_stories: PreT
     )
     path, views = DraftPath(drafter.path(5)), LayerViews(exact_stories, find_adapter(exact_stories))
     texts = [Continuation(row, prompt.shape[1]) for row in others.sequences.split(1)]
-    expected = expected_rounds(teacher_forced_figures(views, texts, [path], length, 1.0)[0], length)
+    figures = teacher_forced_figures(views, texts, [path], length, 1.0)[0]
+    expected = [expected_rounds(each, length) for each in figures]
     # About 1,500 and 900 draft tokens each: a standard error is 0.013 and 0.017.
     for position in range(length):
         found = output.stats.accepted_per_depth[position] / output.stats.judged_per_depth[position]
-        assert expected.accepted[position] / expected.judged[position] == pytest.approx(found, abs=0.06)
-    committed = sum(expected.tokens) / sum(expected.rounds)
+        accepted, judged = (sum(getattr(each, name)[position] for each in expected) for name in ("accepted", "judged"))
+        assert accepted / judged == pytest.approx(found, abs=0.06)
+    committed = sum(each.tokens for each in expected) / sum(each.rounds for each in expected)
     assert committed == pytest.approx(output.stats.mean_accepted_length, rel=0.04)
 
 

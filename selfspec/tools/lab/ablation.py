@@ -281,14 +281,14 @@ def estimate(
 
 def _replayed(figures: TeacherForcedFigures, length: int) -> Row:
     """Return the columns of one text in rounds of up to `length` tokens."""
-    expected = expected_rounds([figures], length)
+    expected = expected_rounds(figures, length)
     return {
-        "new_tokens": expected.tokens[0],
-        "rounds": expected.rounds[0],
-        "judged": list(expected.judged),
-        "accepted": list(expected.accepted),
+        "new_tokens": expected.tokens,
+        "rounds": expected.rounds,
+        "judged": expected.judged,
+        "accepted": expected.accepted,
         # Every round drafts as much as it may.
-        "shapes": [[length, length, expected.rounds[0]]],
+        "shapes": [[length, length, expected.rounds]],
         "first_judged": figures.agreed.shape[1],
         "first_accepted": float(figures.overlap[0].sum()),
         "agreed": float(figures.agreed[0].sum()),
