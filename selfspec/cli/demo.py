@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.timing import Call
     from selfspec.tools.lab.arms import Cell, OwnArm
+    from selfspec.tools.lab.generations import ArmRun
     from selfspec.tools.lab.runs import Row
-    from selfspec.tools.lab.turns import ArmRun
 
 # Look-ups alone, the exit that the embedded model was taught, and what needs no training.
 _DRAFTS = ("lookup", "exit:4", "int8")
@@ -123,7 +123,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         from selfspec.measure.checkpoint import load_checkpoint
         from selfspec.measure.embedded import PROMPTS
         from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, make_arm
-        from selfspec.tools.lab.turns import ENDLESS, measure
+        from selfspec.tools.lab.generations import ENDLESS, measure
 
         checkpoint = load_checkpoint(model_place(DEMO), "float32", device)
     spare = watch.read()

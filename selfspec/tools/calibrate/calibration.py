@@ -47,11 +47,10 @@ from selfspec.tools.calibrate.candidates import (
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, batched
 from selfspec.tools.lab.drafts import content, paths_of
-from selfspec.tools.lab.generations import rows_of
+from selfspec.tools.lab.generations import ArmRun, measure, rows_of
 from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.report import require_packages, write_report
 from selfspec.tools.lab.runs import Row, Runs, model_name
-from selfspec.tools.lab.turns import ArmRun, measure
 
 # Draft lengths at which costs are measured, and times that is done.
 _LENGTHS, _REPEATS = (1, 4), 7

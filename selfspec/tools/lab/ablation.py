@@ -24,12 +24,11 @@ from selfspec.measure.teacher_forced import (
 from selfspec.measure.watch import Unwatched, Watch
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, RuntimeName, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import content, named_drafts
-from selfspec.tools.lab.generations import arm_rows, run_of, turns_of
+from selfspec.tools.lab.generations import ArmRun, arm_rows, measure, run_of, turns_of
 from selfspec.tools.lab.prices import Prices, costs_run, find_costs
 from selfspec.tools.lab.runs import Row, Run, Runs
 from selfspec.tools.lab.study import StudiedModel, Study, text_run, texts_of, write_texts
 from selfspec.tools.lab.table import records, summarise
-from selfspec.tools.lab.turns import ArmRun, measure
 
 if TYPE_CHECKING:
     from pandas import DataFrame

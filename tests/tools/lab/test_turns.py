@@ -14,8 +14,8 @@ from selfspec.measure.rounding import Bound
 from selfspec.measure.timing import Call
 from selfspec.tools.lab import generations
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts, StockArm, make_arm
+from selfspec.tools.lab.generations import ENDLESS, ArmRun, Pair, differ, measure
 from selfspec.tools.lab.table import summarise
-from selfspec.tools.lab.turns import ENDLESS, ArmRun, Pair, differ, measure
 
 GREEDY = Cell("w", 0.0, 1, 6, 16)
 SPECS = [
