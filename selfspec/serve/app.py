@@ -7,8 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -25,20 +25,21 @@ from starlette.responses import JSONResponse, Response
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.api_error import ApiError, unknown_model
 from selfspec.serve.client_limits import ClientPace, PacedServer
-from selfspec.serve.endpoints.answering import ClientLeftError
 from selfspec.serve.endpoints.chat_completions import answer_as, chat
-from selfspec.serve.endpoints.completions import complete
+from selfspec.serve.endpoints.completions import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    complete,
+    detokenize,
+    tokenize,
+)
 from selfspec.serve.endpoints.messages import CountRequest, MessagesRequest, count_tokens
 from selfspec.serve.endpoints.ollama import OllamaChat, OllamaGenerate, ShowRequest, listings, ollama, show
 from selfspec.serve.endpoints.responses import ResponsesRequest, respond
-from selfspec.serve.endpoints.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from selfspec.serve.monitoring import LOG_CONFIG, LOGGER, RequestLog
 from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest, Refusal
 from selfspec.serve.served import Served
 from selfspec.version import __version__
-
-# What nginx calls a client that closed the request; nobody reads it but the log.
-_CLIENT_LEFT = 499
 
 _REFUSED: dict[int | str, dict[str, Any]] = {
     status: {"model": Refusal, "description": "Refused, and why"} for status in ("4XX", 503)
@@ -208,10 +209,6 @@ def _add_errors(app: FastAPI) -> None:
         said = f"{error.detail}: {path}; /docs shows what there is"
         return ApiError(error.status_code, said, headers=error.headers).response(path)
 
-    @app.exception_handler(ClientLeftError)
-    async def left(_: Request, __: ClientLeftError) -> Response:
-        return Response(status_code=_CLIENT_LEFT)
-
 
 def listen(host: str, port: int) -> socket.socket:
     """Bind an address, before a model is loaded for it; port 0 is any free one."""
@@ -244,7 +241,7 @@ def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float,
         timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 * 2**10,
     )
-    with _signals_that_end_well(), bound:
+    with bound:
         _Server(config, served, stop_seconds, ready).run([bound])
 
 
@@ -268,9 +265,9 @@ class _Server(PacedServer):
         if self.should_exit and sig == signal.SIGINT:
             os._exit(_INTERRUPTED)
         self._served.stopping = True
-        if not self.should_exit:
-            self._told.set()
-        super().handle_exit(sig, frame)
+        self._told.set()
+        # Uvicorn would note the signal, and send it to the process again once it was stopped.
+        self.should_exit = True
 
     def _end_in_time(self) -> None:
         """End the rows that still run shortly before the time is over, and then the process, which may have threads."""
@@ -284,14 +281,3 @@ class _Server(PacedServer):
     def _give_up(self) -> None:
         LOGGER.warning("something still ran when the time to stop was over, and was given up")
         os._exit(0)
-
-
-@contextmanager
-def _signals_that_end_well() -> Iterator[None]:
-    """Swallow the signals that uvicorn sends itself again after it was stopped by them."""
-    kept = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for kind, handler in kept.items():
-            signal.signal(kind, handler)

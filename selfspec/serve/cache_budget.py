@@ -35,10 +35,6 @@ class CacheBudget:
     most_rows: int
     margin: int = 64
 
-    def fits_alone(self, tokens: int) -> bool:
-        """Return whether a row may grow to this many tokens when no other runs."""
-        return self.sizes.of(1, tokens) <= self.bound
-
     @property
     def longest(self) -> int:
         """The most tokens that a row may come to have; 0 where there is no room for a row."""

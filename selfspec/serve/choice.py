@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from typing import Literal
 
+import regex
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.decode.text_stream import TextStream
-from selfspec.serve.chat.call_reader import CallDelta, CallReader, Said, ToolCall
-from selfspec.serve.chat.thoughts import Parted, ThoughtReader
-from selfspec.serve.events import Committed, Finished
-from selfspec.serve.logprobs import TokenLogprobs
+from selfspec.serve.chat.call_reader import CallableTools, CallDelta, Said, ToolCall
+from selfspec.serve.chat.thoughts import Parted, ThoughtReader, Thoughts
+from selfspec.serve.events import Committed, Finished, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -63,8 +63,8 @@ class Counts:
 class Choice:
     """An answer that grows, behind the tokens of a prompt, up to any of the stop strings.
 
-    Readers part its thoughts from its text, and find calls of tools in that. Special tokens are left out of its text,
-    except those that are `shown`. What comes after a stop string is not counted.
+    Its `thoughts` are parted from its text, and calls of `tools` found in that. Special tokens are left out of its
+    text, except those that these are written with. What comes after a stop string is not counted.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
         prompt: Sequence[int],
         stops: Sequence[str],
-        reader: CallReader | None = None,
-        shown: frozenset[int] = frozenset(),
-        thoughts: ThoughtReader | None = None,
+        tools: CallableTools | None = None,
+        thoughts: Thoughts | None = None,
     ) -> None:
+        shown = frozenset(tools.shown if tools else ()) | (thoughts.shown if thoughts else frozenset())
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, prompt, special=bool(shown))
         self._hidden = frozenset(tokenizer.all_special_ids) - shown if shown else frozenset()
         self._stops = StopStrings(stops)
-        self._reader = reader
-        self._thoughts = thoughts
+        self._calls = tools.reader() if tools else None
+        self._thoughts = ThoughtReader(thoughts) if thoughts else None
         self._passed = 0
         # Tokens whose text is not certain, and those whose text may still be cut off by a stop string.
         self._unread: list[tuple[int, TokenLogprobs]] = []
@@ -152,7 +152,7 @@ class Choice:
             ]
         ended = reason is not None
         thought, text = Parted("", text) if self._thoughts is None else self._thoughts.push(text, ended)
-        said = Said(text, ()) if self._reader is None else self._reader.push(text, ended)
+        said = Said(text, ()) if self._calls is None else self._calls.push(text, ended)
         self.thought += thought
         self.text += said.text
         self.calls += [each.call for each in said.calls if each.begins]
@@ -168,7 +168,7 @@ class StopStrings:
     """Lets text through up to the first stop string, `string`; holds back what may become one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = tuple(strings)
+        self._any = regex.compile("|".join(map(regex.escape, strings)) or "(?!)")
         self._held = ""
         self.string: str | None = None
 
@@ -182,15 +182,14 @@ class StopStrings:
         if self.found:
             return ""
         self._held += text
-        places = {string: self._held.find(string) for string in self._strings if string in self._held}
-        if places:
-            self.string = min(places, key=lambda string: places[string])
-            return self._give(places[self.string])
-        return self._give(len(self._held) - max(map(self._begun, self._strings), default=0))
+        found = self._any.search(self._held)
+        self.string = None if found is None else found[0]
+        found = found or self._any.search(self._held, partial=True)
+        return self._give(len(self._held) if found is None else found.start())
 
     def ends(self, text: str) -> bool:
         """Return whether a stop string would be found if this text came next."""
-        return bool(text) and any(string in self._held + text for string in self._strings)
+        return bool(text) and self._any.search(self._held + text) is not None
 
     def finish(self) -> str:
         """Return what was held back, when no more text comes."""
@@ -199,8 +198,3 @@ class StopStrings:
     def _give(self, length: int) -> str:
         given, self._held = self._held[:length], self._held[length:]
         return given
-
-    def _begun(self, string: str) -> int:
-        """Count the letters of the string that the text ends with."""
-        longest = min(len(string) - 1, len(self._held))
-        return next((size for size in range(longest, 0, -1) if self._held.endswith(string[:size])), 0)

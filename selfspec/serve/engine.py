@@ -166,7 +166,7 @@ class Engine:
         self._check_running()
         rows = [self._decoder.row(request) for request in requests]
         for row, request in zip(rows, requests, strict=True):
-            if not self._budget.fits_alone(row.longest):
+            if row.longest > self._budget.longest:
                 raise CannotFitError(
                     f"the prompt ({row.length} tokens) plus max_new_tokens ({request.max_new_tokens}) takes "
                     f"{self._budget.sizes.of(1, row.longest)} bytes of the cache, which may have {self._budget.bound}: "

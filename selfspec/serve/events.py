@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from selfspec.errors import SelfSpecError
-from selfspec.serve.logprobs import TokenLogprobs
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 """Why a row ended: at an end-of-sequence token or a stopping criterion, at its longest, by its caller, by an error."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities, by raw logits, of a committed token and of the `top` likeliest at its place, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -61,26 +69,26 @@ class Shown(NamedTuple):
     words: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """Counts of an engine at one moment, and how metrics show them; `finished` has rows by `Finished.reason`."""
 
-    running: int
-    prefilling: int
-    waiting: Annotated[int, Shown("gauge", "vllm:num_requests_waiting", "Requests that wait for room.")]
-    cache_bytes: Annotated[int, Shown("gauge", "selfspec:cache_bytes", "Bytes of keys, values and states.")]
-    kept_bytes: Annotated[int, Shown("gauge", "selfspec:kept_cache_bytes", "Bytes of the caches of ended rows.")]
-    cache_bound: Annotated[int, Shown("gauge", "selfspec:cache_bound_bytes", "The most of them that there may be.")]
-    prompt_tokens: Annotated[int, Shown("counter", "vllm:prompt_tokens", "Tokens of prompts that were read.")]
-    asked_tokens: Annotated[int, Shown("counter", "vllm:prefix_cache_queries", "Tokens of texts to be read.")]
-    cached_tokens: Annotated[int, Shown("counter", "vllm:prefix_cache_hits", "Those that kept caches held.")]
-    committed: Annotated[int, Shown("counter", "vllm:generation_tokens", "Tokens that were committed.")]
-    preemptions: Annotated[int, Shown("counter", "vllm:num_preemptions", "Rows that were to be read again.")]
-    drafted: Annotated[int, Shown("counter", "vllm:spec_decode_num_draft_tokens", "Tokens that were proposed.")]
-    accepted: Annotated[int, Shown("counter", "vllm:spec_decode_num_accepted_tokens", "Those that were accepted.")]
-    rounds: Annotated[int, Shown("counter", "selfspec:rounds", "Rounds of the running batch.")]
-    plain_rounds: Annotated[int, Shown("counter", "selfspec:plain_rounds", "Rounds without a draft.")]
-    finished: dict[str, int]
+    running: int = 0
+    prefilling: int = 0
+    waiting: Annotated[int, Shown("gauge", "vllm:num_requests_waiting", "Requests that wait for room.")] = 0
+    cache_bytes: Annotated[int, Shown("gauge", "selfspec:cache_bytes", "Bytes of keys, values and states.")] = 0
+    kept_bytes: Annotated[int, Shown("gauge", "selfspec:kept_cache_bytes", "Bytes of the caches of ended rows.")] = 0
+    cache_bound: Annotated[int, Shown("gauge", "selfspec:cache_bound_bytes", "The most of them that there may be.")] = 0
+    prompt_tokens: Annotated[int, Shown("counter", "vllm:prompt_tokens", "Tokens of prompts that were read.")] = 0
+    asked_tokens: Annotated[int, Shown("counter", "vllm:prefix_cache_queries", "Tokens of texts to be read.")] = 0
+    cached_tokens: Annotated[int, Shown("counter", "vllm:prefix_cache_hits", "Those that kept caches held.")] = 0
+    committed: Annotated[int, Shown("counter", "vllm:generation_tokens", "Tokens that were committed.")] = 0
+    preemptions: Annotated[int, Shown("counter", "vllm:num_preemptions", "Rows that were to be read again.")] = 0
+    drafted: Annotated[int, Shown("counter", "vllm:spec_decode_num_draft_tokens", "Tokens that were proposed.")] = 0
+    accepted: Annotated[int, Shown("counter", "vllm:spec_decode_num_accepted_tokens", "Those that were accepted.")] = 0
+    rounds: Annotated[int, Shown("counter", "selfspec:rounds", "Rounds of the running batch.")] = 0
+    plain_rounds: Annotated[int, Shown("counter", "selfspec:plain_rounds", "Rounds without a draft.")] = 0
+    finished: Counter[str] = field(default_factory=Counter)
 
 
 class Ticket:

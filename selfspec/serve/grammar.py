@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.chat.call_formats import CallFormat, Tags
-from selfspec.serve.schemas import JsonObjectFormat, JsonSchemaFormat, RegexFormat
 
 MOST_CHARACTERS = 65_536
 """The most characters of a schema."""
@@ -53,7 +52,6 @@ class CallGrammar:
     many: bool = False
     otherwise: Mapping[str, Any] | None = None
     strict: frozenset[str] = frozenset()
-    type: Literal["tools"] = "tools"
 
     def lark(self, special: Mapping[str, int]) -> str:
         """Write it in Lark's syntax; `special` are the tokens, by their text, that stand for nothing else."""
@@ -195,8 +193,8 @@ def _definition(schema: Any, root: Mapping[str, Any]) -> Any:
     return definitions.get(found[2], schema) if found and isinstance(definitions, dict) else schema
 
 
-Wanted = JsonObjectFormat | JsonSchemaFormat | RegexFormat | CallGrammar
-"""What an answer has to fit."""
+Wanted = Mapping[str, Any] | str | CallGrammar
+"""What an answer has to fit: a JSON schema, a regular expression, or calls of tools."""
 
 
 @dataclass(frozen=True)
@@ -277,18 +275,16 @@ class Grammars:
                 fits it.
         """
         if self._tokens is None:
-            raise UnsupportedOptionError(f"response_format of type {wanted.type!r} {self._why_not}")
+            raise UnsupportedOptionError(f"response_format {self._why_not}")
         from llguidance import LLMatcher
 
         match wanted:
-            case RegexFormat():
-                source = LLMatcher.grammar_from_regex(wanted.pattern)
+            case str():
+                source = LLMatcher.grammar_from_regex(wanted)
             case CallGrammar():
                 source = replace(wanted, tools=self._tools_held(wanted)).lark(self._special)
-            case JsonSchemaFormat():
-                source = f"start: {_json(wanted.json_schema.json_schema)}"
             case _:
-                source = f"start: {_json({'type': 'object'})}"
+                source = f"start: {_json(wanted)}"
         return Grammar(self._matcher(source))
 
     def _matcher(self, source: str) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from selfspec.accept import default_rule
 from selfspec.arguments import shown
@@ -15,7 +18,7 @@ from selfspec.decode.generation import JoiningRows
 from selfspec.decode.group import Group
 from selfspec.decode.loop import PhaseClock, Prefill, run_round
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import Round, Stats
+from selfspec.decode.output import Round, ScoreRecords, Stats
 from selfspec.decode.request import read_request
 from selfspec.decode.stopping import Sequences
 from selfspec.draft import Drafter
@@ -26,10 +29,57 @@ from selfspec.model.positions import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.runner import ModelRunner, runner_for
 from selfspec.serve.by_load import ControllerByLoad, LoadGate
-from selfspec.serve.logprobs import LogprobRecord, RowRecords
+from selfspec.serve.events import TokenLogprobs
 from selfspec.serve.row_request import RowRequest
 
 _NO_CONTEXT = 1 << 20
+
+
+def token_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> list[TokenLogprobs]:
+    """Return what is told of tokens, `[places]`, and of the `top` likeliest, by log-probabilities `[places, vocab]`.
+
+    A token that the model reads and its head cannot write has a log-probability of -inf.
+    """
+    # One more place, for all that the head does not know.
+    known = pad(logprobs, (0, 1), value=-torch.inf)
+    own = known.gather(1, tokens[:, None].clamp(max=logprobs.shape[1]))[:, 0].tolist()
+    best = logprobs.topk(min(top, logprobs.shape[1]))
+    each = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprobs(value, tuple(zip(*likeliest, strict=True))) for value, *likeliest in each]
+
+
+class LogprobRecord:
+    """Keeps the log-probabilities of a round until its tokens are known, and reports the `top` likeliest."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._kept: list[Tensor] = []
+
+    def keep(self, logits: Tensor) -> None:
+        """Keep the logits of the next places, `[places, vocab]`."""
+        self._kept.append(logits.float().log_softmax(-1))
+
+    def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities at the places of the committed tokens, and drop what was kept."""
+        kept, self._kept = self._kept, []
+        if not tokens:
+            return ()
+        places = torch.cat(kept)[: len(tokens)]
+        return tuple(token_logprobs(places, torch.tensor(tokens, device=places.device), self._top))
+
+
+@dataclass(frozen=True)
+class RowRecords(ScoreRecords):
+    """Records of a row's committed tokens, with log-probabilities where `logprobs` are asked for."""
+
+    logprobs: LogprobRecord | None = None
+
+    def keep(
+        self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Tensor, ...] | None:
+        if self.logprobs is not None:
+            self.logprobs.keep(logits[0, : counts[0]])
+        return super().keep(scores, logits, rows, starts, counts)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selfspec.decode.batch import Batch
 from selfspec.decode.group import Group
@@ -16,8 +15,7 @@ from selfspec.decode.output import Round, RowRound
 from selfspec.errors import RowError, SelfSpecError
 from selfspec.serve.cache_budget import FEWEST, CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason, Ticket
-from selfspec.serve.logprobs import RowRecords
-from selfspec.serve.row_decoder import RowDecoder
+from selfspec.serve.row_decoder import RowDecoder, RowRecords
 
 _LOG = logging.getLogger(__name__)
 # Short prompts that are read before a long one that has waited longer, at most.
@@ -33,7 +31,8 @@ class Entry:
     """A request on its way, with the draft tokens that were proposed to it and committed so far.
 
     Its `number` is that of its arrival: the lower, the longer it has waited. Kept caches held `cached` tokens of its
-    prompt. `passed` requests with short prompts overtook it; its caller was `told` so many tokens.
+    prompt. `passed` requests with short prompts overtook it; its caller was `told` so many tokens. `prefill` reads its
+    text, once that has begun; it is a `suspect` since a round with its row failed, until it has run in another.
     """
 
     number: int
@@ -45,14 +44,8 @@ class Entry:
     cached: int = 0
     passed: int = 0
     told: int = 0
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A request whose prompt is being read, into a cache of its own."""
-
-    entry: Entry
-    prefill: Prefill
+    prefill: Prefill | None = None
+    suspect: bool = False
 
 
 class Scheduler:
@@ -72,19 +65,17 @@ class Scheduler:
         self._budget = budget
         self._prefill_tokens = prefill_tokens
         self._waiting: list[Entry] = []
-        self._reading: _Reading | None = None
+        # Whose prompt is being read, into a cache of its own.
+        self._reading: Entry | None = None
         # In the order in which the batch holds their rows.
         self._running: list[Entry] = []
         self._batch: Batch | None = None
-        # Rows of a round that failed, which have not run one alone yet.
-        self._suspects: set[Entry] = set()
         self._unexplained = 0
         self._kept = PrefixCache(kept_bytes if decoder.resumes else 0)
-        self._prompt_tokens = self._asked_tokens = self._cached_tokens = 0
-        self._preemptions = 0
+        # Counted here; `stats` adds what others count.
+        self._counts = EngineStats(cache_bound=budget.bound)
         # Of a prompt, as it was read last.
         self._token_seconds = 0.0
-        self._finished: Counter[str] = Counter()
 
     def add(self, entry: Entry) -> None:
         """Let a request wait for its turn."""
@@ -112,9 +103,12 @@ class Scheduler:
             self._find_failing(error)
             committed = None
         if committed is not None:
-            self._acquit(list(self._running))
+            for entry in self._running:
+                entry.suspect = False
+            if len(self._running) > 1:
+                self._unexplained = 0
             self._report(committed)
-            if self._suspects and self._running:
+            if any(entry.suspect for entry in self._waiting):
                 self._wait_again(self._running)
         if not self.busy:
             self._decoder.rest()
@@ -130,29 +124,26 @@ class Scheduler:
     def stats(self, incoming: int = 0) -> EngineStats:
         """Count what there is, and requests that are about to be added. Other threads may ask."""
         counts, reading = self._decoder.stats, self._reading
-        return EngineStats(
+        prefill = None if reading is None else reading.prefill
+        return replace(
+            self._counts,
             running=len(self._running),
-            prefilling=int(reading is not None),
+            prefilling=int(prefill is not None),
             waiting=len(self._waiting) + incoming,
-            cache_bytes=self._batch_bytes + (0 if reading is None else reading.prefill.batch.row_bytes),
-            cache_bound=self._budget.bound,
+            cache_bytes=self._batch_bytes + (prefill.batch.row_bytes if prefill else 0),
             kept_bytes=self._kept.nbytes,
-            asked_tokens=self._asked_tokens,
-            cached_tokens=self._cached_tokens,
             rounds=counts.rounds,
             plain_rounds=self._decoder.plain_rounds,
-            prompt_tokens=self._prompt_tokens,
             committed=counts.new_tokens,
             drafted=counts.drafted,
             accepted=counts.accepted,
-            preemptions=self._preemptions,
-            finished=dict(self._finished),
+            finished=self._counts.finished.copy(),
         )
 
     @property
     def _active(self) -> list[Entry]:
         """Requests that hold a cache, those that run first."""
-        return [*self._running, *([self._reading.entry] if self._reading else [])]
+        return [*self._running, *([self._reading] if self._reading else [])]
 
     @property
     def _batch_bytes(self) -> int:
@@ -163,8 +154,8 @@ class Scheduler:
         for entry in [entry for entry in self._waiting if entry.ticket.cancelled]:
             self._waiting.remove(entry)
             self._finish(entry, "cancelled")
-        if self._reading is not None and self._reading.entry.ticket.cancelled:
-            entry, self._reading = self._reading.entry, None
+        if self._reading is not None and self._reading.ticket.cancelled:
+            entry, self._reading = self._reading, None
             self._finish(entry, "cancelled")
         self._leave([(entry, "cancelled", None) for entry in self._running if entry.ticket.cancelled])
 
@@ -174,22 +165,23 @@ class Scheduler:
         """Read prompts, the longest-waiting first, and let the rows that are read join."""
         left = self._piece
         while left > 0:
-            reading = self._reading or self._begin_next()
-            if reading is None:
+            entry = self._reading or self._begin_next()
+            if entry is None:
                 return
-            begun = time.perf_counter()
+            prefill, begun = entry.prefill, time.perf_counter()
+            assert prefill is not None
             try:
-                read = reading.prefill.read(left)
+                read = prefill.read(left)
             except Exception as error:
                 self._reading = None
-                self._finish(reading.entry, "error", _failed("reading its prompt failed", error))
+                self._finish(entry, "error", _failed("reading its prompt failed", error))
                 continue
             if read:
                 self._token_seconds = (time.perf_counter() - begun) / read
-            self._prompt_tokens += read
+            self._counts.prompt_tokens += read
             left -= read
-            if reading.prefill.left <= 0:
-                self._join(reading)
+            if prefill.left <= 0:
+                self._join(entry, prefill.batch)
 
     @property
     def _piece(self) -> int:
@@ -199,12 +191,13 @@ class Scheduler:
             return most
         return min(most, max(_FEWEST_READ, int(_PIECE_SECONDS / self._token_seconds)))
 
-    def _begin_next(self) -> _Reading | None:
+    def _begin_next(self) -> Entry | None:
         """Begin to read the next request; None: there is none, or no room for the one that has waited longest."""
         while self._reading is None:
-            if not self._waiting or len(self._running) >= (1 if self._suspects else self._budget.most_rows):
+            alone = any(entry.suspect for entry in (*self._running, *self._waiting))
+            if not self._waiting or len(self._running) >= (1 if alone else self._budget.most_rows):
                 return None
-            first = next((entry for entry in self._waiting if entry in self._suspects), self._waiting[0])
+            first = next((entry for entry in self._waiting if entry.suspect), self._waiting[0])
             # One that waits for room is not passed.
             if not self._admits(first):
                 return None
@@ -212,7 +205,7 @@ class Scheduler:
             first.passed += entry is not first
             self._waiting.remove(entry)
             try:
-                self._reading = _Reading(entry, self._begun(entry))
+                entry.prefill, self._reading = self._begun(entry), entry
             except Exception as error:
                 self._finish(entry, "error", _failed("it could not be begun", error))
         if self._batch is not None:
@@ -233,7 +226,7 @@ class Scheduler:
         def is_short(entry: Entry) -> bool:
             return entry.row.length <= self._prefill_tokens
 
-        if is_short(first) or first.passed >= _PASS or self._suspects:
+        if is_short(first) or first.passed >= _PASS or first.suspect:
             return first
         return next((entry for entry in self._waiting if is_short(entry) and self._admits(entry)), first)
 
@@ -244,12 +237,12 @@ class Scheduler:
         known = self._kept.find(text, lambda tokens: tables(tokens) == tables(len(text))) if self._kept.bound else None
         # It is in use until it is copied; the others make room for the copy.
         self._kept.shrink(self._budget.bound - self._batch_bytes - self._budget.sizes.of(1, len(text)))
-        self._asked_tokens += len(text)
+        self._counts.asked_tokens += len(text)
         if known is None:
             return self._decoder.begin(entry.row)
         if not entry.row.committed[0]:
             entry.cached = known.tokens
-        self._cached_tokens += known.tokens
+        self._counts.cached_tokens += known.tokens
         return self._decoder.begin(entry.row, known.cache, known.tokens)
 
     def _keep(self, entry: Entry, batch: Batch, index: int) -> None:
@@ -259,28 +252,28 @@ class Scheduler:
         length = batch.cache.seq_lens[index]
         needed, tables = self._budget.sizes.of(1, length), self._decoder.tables
         room = self._budget.bound - self._batch_bytes
-        room -= 0 if self._reading is None else self._budget.sizes.of(1, self._reading.entry.row.length)
+        room -= 0 if self._reading is None else self._budget.sizes.of(1, self._reading.row.length)
         if length < FEWEST or needed > min(room, self._kept.bound) or tables(length) != tables(entry.row.length):
             return
         self._kept.shrink(min(room, self._kept.bound) - needed)
         self._kept.keep(tuple(entry.row.sequences.text_from(0, 0)[:length]), self._decoder.kept(batch, index))
 
-    def _join(self, reading: _Reading) -> None:
-        """Let the row that was read run."""
+    def _join(self, entry: Entry, read: Batch) -> None:
+        """Let the row that was read run, with what it was read into."""
         while self._batch is not None and not self._hold(len(self._running) + 1):
             self._preempt_last()
             if self._reading is None:
                 return
-        text = reading.entry.row.sequences.text_from(0, 0)
+        text = entry.row.sequences.text_from(0, 0)
         if any(each.row.sequences.text_from(0, 0) == text for each in self._waiting):
             # Several answers to one prompt read it once.
-            self._keep(reading.entry, reading.prefill.batch, 0)
+            self._keep(entry, read, 0)
         if self._batch is None:
-            self._batch = reading.prefill.batch
+            self._batch = read
         else:
-            self._batch.join(reading.prefill.batch)
-        self._running.append(reading.entry)
-        self._reading = None
+            self._batch.join(read)
+        self._running.append(entry)
+        self._reading = entry.prefill = None
 
     # Room.
 
@@ -289,7 +282,7 @@ class Scheduler:
         assert self._batch is not None
         cache, held = self._batch.cache, [entry.row for entry in self._active[:rows]]
         # What a row was read into is free once the row is copied: until then both count.
-        beside = 0 if self._reading is None else self._budget.sizes.of(1, self._reading.entry.row.length)
+        beside = 0 if self._reading is None else self._budget.sizes.of(1, self._reading.row.length)
         longest, most = max(row.length for row in held), max(row.longest for row in held)
         now = Storage(cache.cursors.held, cache.cursors.room)
         chosen = self._budget.storage(now, rows, longest, most, beside)
@@ -308,9 +301,9 @@ class Scheduler:
     def _preempt_last(self) -> None:
         """Take the cache of the row that came last, running or read, and let it wait."""
         last = max(self._active, key=lambda entry: entry.number)
-        self._preemptions += 1
-        if self._reading is not None and last is self._reading.entry:
-            self._reading = None
+        self._counts.preemptions += 1
+        if last is self._reading:
+            self._reading = last.prefill = None
         else:
             self._take_out([last])
         self.add(last)
@@ -353,14 +346,8 @@ class Scheduler:
                 continue
             if batch is not None and index < len(running):
                 entry.row.noise = batch.noise.narrowed([index])
-            self._suspects.add(entry)
+            entry.suspect, entry.prefill = True, None
             self.add(entry)
-
-    def _acquit(self, ran: Sequence[Entry]) -> None:
-        """Note that some rows have run a round together."""
-        self._suspects.difference_update(ran)
-        if len(ran) > 1:
-            self._unexplained = 0
 
     def _report(self, committed: Round) -> None:
         """Tell callers what a round committed, and let rows leave that ended."""
@@ -415,8 +402,7 @@ class Scheduler:
             self._batch.keep(kept)
 
     def _finish(self, entry: Entry, reason: Reason, error: SelfSpecError | None = None) -> None:
-        self._finished[reason] += 1
-        self._suspects.discard(entry)
+        self._counts.finished[reason] += 1
         self._deliver(
             entry,
             Finished(reason, error, entry.prompt_tokens, len(entry.row.committed[0]), entry.drafted, entry.accepted),

@@ -127,33 +127,19 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class TextFormat(Strict):
-    """Any text."""
+class AnswerFormat(Strict):
+    """What an answer fits: any text, any JSON object, a schema, or a regular expression that matches it as a whole."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    pattern: Annotated[str, StringConstraints(min_length=1, max_length=10_000)] | None = None
 
-
-class JsonObjectFormat(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class JsonSchemaFormat(Strict):
-    """JSON that fits a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-class RegexFormat(Strict):
-    """Text that a regular expression matches as a whole."""
-
-    type: Literal["regex"]
-    pattern: Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat, Field(discriminator="type")]
+    @model_validator(mode="after")
+    def _has_what_its_type_needs(self) -> Self:
+        for type_, name in (("json_schema", "json_schema"), ("regex", "pattern")):
+            if (getattr(self, name) is None) == (self.type == type_):
+                raise ValueError(f"{name} is for the type {type_!r}, which needs it")
+        return self
 
 
 BYTES_PER_ITEM = 8
@@ -256,7 +242,7 @@ class GenerationFields(Hints):
     logit_bias: Annotated[dict[TokenId, Bias] | None, BeforeValidator(_few)] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
     prediction: Prediction | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -275,9 +261,12 @@ class GenerationFields(Hints):
         return self
 
     @property
-    def wanted(self) -> JsonObjectFormat | JsonSchemaFormat | RegexFormat | None:
-        """What the answer has to fit; None: any text."""
-        return None if isinstance(self.response_format, TextFormat) else self.response_format
+    def wanted(self) -> dict[str, Any] | str | None:
+        """What the answer has to fit: a JSON schema, or a regular expression; None: any text."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return form.pattern or ({"type": "object"} if form.json_schema is None else form.json_schema.json_schema)
 
 
 class CompletionRequest(GenerationFields):

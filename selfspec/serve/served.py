@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import torch
 from starlette.requests import Request
-from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -29,9 +28,10 @@ from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknow
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
 from selfspec.serve.engine import Engine, in_own_thread
+from selfspec.serve.events import TokenLogprobs
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
-from selfspec.serve.logprobs import TokenLogprobs
 from selfspec.serve.monitoring import Metrics
+from selfspec.serve.row_decoder import token_logprobs
 from selfspec.serve.schemas import BYTES_PER_ITEM, ModelT, parse_body
 
 _Found = TypeVar("_Found")
@@ -257,7 +257,7 @@ def prompt_logprobs(
 ) -> list[TokenLogprobs]:
     """Read a prompt with the stock model: of each token but the first, its log-probability and the `top` likeliest.
 
-    A token that the model reads and its head cannot write has a log-probability of -inf. It stops where it `ends`.
+    It stops where it `ends`.
     """
     device = weight_of(model.get_input_embeddings()).device
     ids = torch.tensor([list(prompt)], device=device)
@@ -266,11 +266,5 @@ def prompt_logprobs(
     for tokens, logits in zip(following, block_logits(model, ids.split(_AT_ONCE, 1)), strict=False):
         if ends():
             break
-        scores = logits[: len(tokens)].float().log_softmax(-1)
-        # One more place, for all that the head does not know.
-        known = pad(scores, (0, 1), value=-torch.inf)
-        own = known.gather(1, tokens[:, None].clamp(max=scores.shape[1]))[:, 0].tolist()
-        best = scores.topk(min(max(top, 1), scores.shape[1]))
-        for value, likeliest, values in zip(own, best.indices.tolist(), best.values.tolist(), strict=True):
-            found.append(TokenLogprobs(value, tuple(zip(likeliest, values, strict=True))[:top]))
+        found += token_logprobs(logits[: len(tokens)].float().log_softmax(-1), tokens, top)
     return found

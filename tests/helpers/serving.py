@@ -49,7 +49,7 @@ class Stepped:
 
     def submit_row(self, row: Group) -> Seen:
         seen = Seen()
-        assert self.budget.fits_alone(row.longest)
+        assert row.longest <= self.budget.longest
         self.scheduler.add(Entry(self._arrivals, seen.ticket, row, row.length))
         self._arrivals += 1
         return seen

@@ -24,7 +24,6 @@ from selfspec.serve.chat.thoughts import MARKS, ThoughtReader, Thoughts
 from selfspec.serve.choice import Choice
 from selfspec.serve.events import Committed, Finished
 from selfspec.serve.grammar import CallGrammar, Grammars, Wanted
-from selfspec.serve.schemas import JsonSchemaFormat, RegexFormat
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}, "sure": {"type": "boolean"}}},
@@ -44,7 +43,7 @@ def served(template: ChatTemplate, text: str, at_once: bool) -> tuple[str, list[
     tokenizer = template.tokenizer
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     tools: Any = template.callable(SCHEMAS)
-    choice = Choice(tokenizer, (1,), (), tools.reader(), frozenset(tools.shown))
+    choice = Choice(tokenizer, (1,), (), tools)
     rounds = [tuple(tokens)] if at_once else [(token,) for token in tokens]
     pieces = [choice.take(Committed(each, None, 0, 0)) for each in rounds if each]
     pieces.append(choice.end(Finished("stop", None, 1, len(tokens), 0, 0)))
@@ -420,10 +419,6 @@ PLACES = {
 }
 
 
-def of_schema(schema: dict[str, Any]) -> JsonSchemaFormat:
-    return JsonSchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
-
-
 # Of each schema: what fits, and what does not. What fits is written in the order of the schema.
 HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "integer", "minimum": 0, "multipleOf": 5}, [0, 25], [3, -5]),
@@ -474,7 +469,7 @@ def test_schemas_are_kept_to(schema: dict[str, Any], valid: list[Any], invalid: 
         for instances, fit in ((valid, True), (invalid, False)):
             for instance in instances:
                 text = json.dumps([instance] if wrap else instance, ensure_ascii=False)
-                assert fits(grammars, of_schema(wanted), text) == fit, text
+                assert fits(grammars, wanted, text) == fit, text
 
 
 LARGE = {f"p{number}": {"type": "integer"} for number in range(200)}
@@ -521,11 +516,11 @@ def test_what_is_not_held_is_refused(words: str, schema: dict[str, Any], grammar
         {"type": "object", "properties": {"a": {"type": "array", "items": schema, "minItems": 1}}, "required": ["a"]},
     ):
         with pytest.raises(UnsupportedOptionError, match=rf"(?i)response_format.*{words}"):
-            grammars.compiled(of_schema({**where, "x-guidance": {"lenient": True}}))
+            grammars.compiled({**where, "x-guidance": {"lenient": True}})
 
 
 def test_a_grammar_goes_back(grammars: Grammars) -> None:
-    processor = grammars.compiled(RegexFormat(type="regex", pattern="(ab|ac)+")).processor()
+    processor = grammars.compiled("(ab|ac)+").processor()
     a, b, c = tiny.tokenizer()("abc").input_ids
 
     def allowed(*tokens: int) -> list[int]:

@@ -21,8 +21,7 @@ from helpers.tokenizers import KINDS, PLAIN
 from selfspec.decode.text_stream import continuation
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.choice import Choice, Counts, StopStrings
-from selfspec.serve.events import Committed, Finished
-from selfspec.serve.logprobs import TokenLogprobs
+from selfspec.serve.events import Committed, Finished, TokenLogprobs
 from selfspec.serve.served import TokenTexts, prompt_logprobs, prompt_text
 
 PROMPTS = ("Once upon a time", "Tom had a big red ball.", "One day, a dog")

@@ -26,7 +26,7 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError
 from selfspec.runtime.request import PassResult
 from selfspec.serve.events import Committed
-from selfspec.serve.logprobs import LogprobRecord, RowRecords
+from selfspec.serve.row_decoder import LogprobRecord, RowRecords
 from selfspec.serve.row_request import RowRequest
 
 

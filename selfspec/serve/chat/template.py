@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,8 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.errors import CheckpointError, PromptError
-from selfspec.serve.chat.call_formats import HERMES, CallFormat, ResponseFormat
-from selfspec.serve.chat.call_learning import ARGUMENTS, NAMES, calling, find_format
+from selfspec.serve.chat.call_formats import FORMATS, HERMES, RESPONSES, CallFormat, ResponseFormat
 from selfspec.serve.chat.call_reader import CallableTools, CallReader
 from selfspec.serve.chat.thoughts import MARKS, Marks, Thoughts
 
@@ -36,10 +36,13 @@ To call one, answer with its name and its arguments, as in
 
 _SAID = "qx_said"
 
+# What a trial calls, and what it hands over. Nothing of a call begins or ends with the text in its place.
+_NAME, _ARGUMENTS, _TEXT = "qx_tool", {"qx_key": "qx value"}, "~"
+
 _TOOL = {
     "type": "function",
     "function": {
-        "name": NAMES[0],
+        "name": _NAME,
         "description": "a",
         "parameters": {"type": "object", "properties": {"qx_key": {"type": "string", "description": "a"}}},
     },
@@ -109,29 +112,26 @@ class ChatTemplate:
 
     @cached_property
     def _plain(self) -> TemplateSource:
-        named = self.source or self.tokenizer.chat_template
-        if isinstance(named, dict):
-            if "default" not in named:
-                names = ", ".join(sorted(named))
-                raise PromptError(f"it has templates named {names}, and none 'default'; give one with --template FILE")
-            named = named["default"]
-        return TemplateSource(self.tokenizer, named)
+        named = self._named
+        if "default" not in named:
+            names = ", ".join(sorted(named))
+            raise PromptError(f"it has templates named {names}, and none 'default'; give one with --template FILE")
+        return TemplateSource(self.tokenizer, named["default"])
 
     @cached_property
     def _calling(self) -> TemplateSource:
-        named = self.source or self.tokenizer.chat_template
-        found = named.get("tool_use") if isinstance(named, dict) else None
+        found = self._named.get("tool_use")
         return self._plain if found is None else TemplateSource(self.tokenizer, found)
 
-    @cached_property
+    @property
+    def _named(self) -> Mapping[str, str]:
+        found = self.source or self.tokenizer.chat_template
+        return found if isinstance(found, dict) else {"default": str(found)}
+
+    @property
     def calls(self) -> CallFormat | ResponseFormat | None:
         """How the model writes calls; None: in a way that is not known."""
-        source = self._calling
-
-        def render(messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-            return source.written(messages, source.trial_tools, variables)
-
-        return find_format(render, source.source)
+        return self._calling.calls
 
     @cached_property
     def reads(self) -> CallFormat | ResponseFormat | None:
@@ -244,30 +244,61 @@ class TemplateSource:
     @cached_property
     def reads_tools(self) -> bool:
         """True where it tells the model of tools."""
-        return NAMES[0] in (self._tried([self._message("user", "Hello")], [_TOOL]) or "")
+        return _NAME in (self._tried([self._message("user", "Hello")], [_TOOL]) or "")
 
     @cached_property
     def reads_names(self) -> bool:
         """True where it reads the name of a message's author."""
-        return NAMES[0] in (self._tried([self._message("user", "Hello", name=NAMES[0])]) or "")
+        return _NAME in (self._tried([self._message("user", "Hello", name=_NAME)]) or "")
 
     @cached_property
     def arguments(self) -> Literal["objects", "text"] | None:
         """As what it takes arguments of calls; None: it does not write calls and what they gave."""
-        result = {"role": "tool", "tool_call_id": "qxqxqxqxq", "name": NAMES[0], "content": _SAID}
-        (key, value), *_ = ARGUMENTS[0].items()
+        result = {"role": "tool", "tool_call_id": "qxqxqxqxq", "name": _NAME, "content": _SAID}
+        (said,) = _ARGUMENTS.items()
         for way in ("objects", "text"):
-            call = calling(ARGUMENTS[0], as_text=way == "text")
-            answer = {**call, "content": self._shaped("assistant", "")}
-            text = self._tried([self._message("user", "Hello"), answer, result], self.trial_tools) or ""
+            answer = {**_trial_call(as_text=way == "text"), "content": self._shaped("assistant", "")}
+            text = self._tried([self._message("user", "Hello"), answer, result], self._trial_tools) or ""
             # An object that is written as Python does is none of JSON.
-            if all(each in text for each in (NAMES[0], key, value, _SAID)) and str(ARGUMENTS[0]) not in text:
+            if all(each in text for each in (_NAME, *said, _SAID)) and str(_ARGUMENTS) not in text:
                 return way
         return None
 
+    @cached_property
+    def calls(self) -> CallFormat | ResponseFormat | None:
+        """In which of the known formats it writes calls; None: in another."""
+        written = [self._in_place_of_text(_trial_call(as_text)) for as_text in (False, True)]
+        # An object that is written as Python does is none of JSON.
+        written = [text for text in written if _NAME in text and str(_ARGUMENTS) not in text]
+        if not written:
+            signed = (form for form in FORMATS if any(sign in self.source for sign in form.signs))
+            return next(signed, HERMES)
+        for form in FORMATS:
+            before, read, _ = written[0].partition(form.text([(_NAME, json.dumps(_ARGUMENTS))]))
+            if read and _reads(form, written):
+                # White space that stands before a call is written with it.
+                return form if before.strip() else replace(form, begin=before + form.begin)
+        return next((form for form in (*FORMATS, *RESPONSES) if _reads(form, written)), None)
+
+    def _in_place_of_text(self, message: Message) -> str:
+        """Write what stands in place of an answer's text; nothing where the template refuses the message."""
+        question = {"role": "user", "content": "Hello"}
+        trials = (message, {"role": "assistant", "content": _TEXT})
+        try:
+            whole, plain = (self.written([question, each], self._trial_tools) for each in trials)
+        except PromptError:
+            return ""
+        # A tag is not cut.
+        cut = _alike(whole, plain)
+        opened = whole.rfind("<", 0, cut)
+        cut = cut if opened < 0 or ">" in whole[opened:cut] else opened
+        behind = whole[len(whole) - _alike(whole[cut:][::-1], plain[cut:][::-1]) :]
+        closed, opened = behind.find(">"), behind.find("<")
+        within = closed >= 0 and (opened < 0 or closed < opened)
+        return whole[cut:].removesuffix(behind[closed + 1 :] if within else behind)
+
     @property
-    def trial_tools(self) -> list[Message]:
-        """Tools to render trials with."""
+    def _trial_tools(self) -> list[Message]:
         return [_TOOL] if self.reads_tools else []
 
     @cached_property
@@ -346,3 +377,22 @@ class TemplateSource:
 
 def _as(content: Any, reading: Reading | None) -> Any:
     return [{"type": "text", "text": content}] if reading == "parts" and isinstance(content, str) else content
+
+
+def _trial_call(as_text: bool) -> dict[str, Any]:
+    """Make the message of an answer that calls, its arguments an object or text."""
+    function = {"name": _NAME, "arguments": json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS}
+    made = {"type": "function", "id": "qxqxqxqxq", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [made]}
+
+
+def _reads(form: CallFormat | ResponseFormat, written: Sequence[str]) -> bool:
+    """Return whether a reader of the format finds the trial's call, and no other, in one of these."""
+    reads = [CallReader(form, {_NAME: {}}).push(text, ended=True).calls for text in written]
+    ended = [[(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends] for calls in reads]
+    return [(_NAME, _ARGUMENTS)] in ended
+
+
+def _alike(one: str, other: str) -> int:
+    """Count the letters that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -18,7 +18,7 @@ from selfspec.decode.processors import LogitBias
 from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.chat.call_reader import CallableTools
-from selfspec.serve.chat.thoughts import ThoughtReader, Thoughts
+from selfspec.serve.chat.thoughts import Thoughts
 from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.grammar import Grammar, Wanted
@@ -30,10 +30,6 @@ from selfspec.serve.served import Served
 _Found = TypeVar("_Found")
 
 Body = dict[str, Any]
-
-
-class ClientLeftError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +297,8 @@ async def unless_gone(http: Request, work: Coroutine[Any, Any, _Found]) -> _Foun
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientLeftError
+            # As nginx says it; nobody reads it but the log.
+            raise ApiError(499, "the client closed the request")
         return working.result()
     finally:
         for task in (working, leaving):
@@ -352,6 +349,11 @@ def usage(prompt_tokens: int, counts: Counts) -> Body:
     }
 
 
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can hold, as OpenAI writes it for tokens that cannot be."""
+    return max(logprob, -9999.0)
+
+
 class Answering:
     """Answers one request within its time: a row of the engine for each answer, ended by any stop string."""
 
@@ -365,19 +367,7 @@ class Answering:
         self._events: asyncio.Queue[_Arrived] = asyncio.Queue()
         # One that is cancelled before it is handed over ends before it is read.
         self._tickets = [Ticket(self._listener(index)) for index in range(len(rows))]
-        tools, thoughts = work.tools, work.thoughts
-        shown = frozenset(tools.shown if tools else ()) | (thoughts.shown if thoughts else frozenset())
-        self.choices = [
-            Choice(
-                served.tokenizer,
-                row.input_ids,
-                stops,
-                tools.reader() if tools else None,
-                shown,
-                ThoughtReader(thoughts) if thoughts else None,
-            )
-            for row in rows
-        ]
+        self.choices = [Choice(served.tokenizer, row.input_ids, stops, work.tools, work.thoughts) for row in rows]
 
     def submit(self) -> None:
         """Hand every row to the engine, or none. May be called from any thread."""

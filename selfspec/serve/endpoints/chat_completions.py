@@ -25,16 +25,14 @@ from selfspec.serve.endpoints.answering import (
     Form,
     Work,
     answer,
+    finite,
     note_prompts,
     row_requests,
 )
-from selfspec.serve.endpoints.completions import finite
-from selfspec.serve.grammar import CallGrammar, Wanted
+from selfspec.serve.grammar import CallGrammar
 from selfspec.serve.monitoring import request_id
 from selfspec.serve.schemas import (
     ChatCompletionRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
     Message,
     NamedTool,
     in_one_piece,
@@ -105,7 +103,7 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
 
 
 def call_grammar(
-    request: ChatCompletionRequest, form: CallFormat | ResponseFormat | None, wanted: Wanted | None
+    request: ChatCompletionRequest, form: CallFormat | ResponseFormat | None, wanted: dict[str, Any] | str | None
 ) -> CallGrammar | None:
     """Return what an answer that may call tools, in this form, has to fit; None: any text.
 
@@ -125,11 +123,9 @@ def call_grammar(
     if isinstance(request.tool_choice, NamedTool):
         named = request.tool_choice.function.name
         tools = [tool for tool in tools if tool.function.name == named]
-    otherwise = None
-    if not needed and wanted is not None:
-        if not isinstance(wanted, JsonSchemaFormat | JsonObjectFormat):
-            raise ApiError(400, "response_format: beside tools it may be JSON alone", "response_format")
-        otherwise = wanted.json_schema.json_schema if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
+    otherwise = None if needed else wanted
+    if isinstance(otherwise, str):
+        raise ApiError(400, "response_format: beside tools it may be JSON alone", "response_format")
     anything = {"type": "object", "properties": {}}
     schemas = {tool.function.name: tool.function.parameters or anything for tool in tools}
     strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
