@@ -49,24 +49,16 @@ class Said:
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """What is read once all of it is there: up to where `close` matches, or else the answer ends."""
-
-    close: Any
-    parse: Callable[[str], list[Any]]
-
-
-@dataclass(frozen=True)
 class _Marks:
     """What a reader looks for.
 
     `first` begins a call in text, up to its arguments; `again` begins one right behind another. `body` follows: an
-    object of arguments (None), tags, or what is read at once. `ends` may follow.
+    object of arguments (None), tags, or what a function reads once all of the call is there. `ends` may follow.
     """
 
     first: Any
     again: Any
-    body: Tags | _Whole | None
+    body: Tags | Callable[[str], list[Any]] | None
     ends: tuple[Any, ...]
 
 
@@ -129,7 +121,7 @@ def _response_marks(form: ResponseFormat, tools: Mapping[str, Mapping[str, Any]]
 
     # What may grow waits for what follows.
     first = _pattern(rf"\s*(?:{opened})(?=.|\Z)")
-    return _Marks(first, first, _Whole(_pattern(closed), parse), (_pattern(rf"\s*(?:{closed})"),))
+    return _Marks(first, first, parse, (_pattern(rf"\s*(?:{closed})"),))
 
 
 class CallReader:
@@ -194,7 +186,7 @@ class CallReader:
     def _call(self, found: Any) -> _Reading[bool]:
         """Read a call and say whether it is one."""
         body = self._marks.body
-        if isinstance(body, _Whole):
+        if body is not None and not isinstance(body, Tags):
             return (yield from self._at_once(found, body))
         call = ToolCall(found["name"])
         self._count += 1
@@ -205,20 +197,18 @@ class CallReader:
             yield from self._balanced(call)
         return True
 
-    def _at_once(self, found: Any, body: _Whole) -> _Reading[bool]:
+    def _at_once(self, found: Any, parse: Callable[[str], list[Any]]) -> _Reading[bool]:
         """Read a call that is known once all of it is there."""
-        closed = None
+        (close,) = self._marks.ends
         while True:
-            closed = body.close.search(self._text, self._at, partial=not self._ended)
-            if closed is not None and not closed.partial:
+            closed = close.search(self._text, self._at, partial=not self._ended)
+            if (closed is not None and not closed.partial) or self._ended:
                 break
             self._at = len(self._text) if closed is None else closed.start()
-            if self._ended:
-                break
             yield
         self._at = len(self._text) if closed is None else closed.end()
         try:
-            return self._add(body.parse(self._text[found.start() : self._at]))
+            return self._add(parse(self._text[found.start() : self._at]))
         # Whatever a template's patterns and the parsers that it names make of another text than they expect.
         except (ValueError, LookupError, TypeError, AttributeError):
             return False
