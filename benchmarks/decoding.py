@@ -5,22 +5,18 @@
     python benchmarks/decoding.py MODEL --dtype bfloat16 --texts heldout.jsonl --draft int8 --planes upper lookup+upper
     python benchmarks/decoding.py MODEL --texts heldout.jsonl --draft int8 int8+window:512 --behind --context 32000
     python benchmarks/decoding.py demo --texts heldout.jsonl --draft exit:4 --length 1 2 3 4 5 6 --prompts 60 --costs
-    python benchmarks/decoding.py demo --texts heldout.jsonl --draft exit:4 lookup --length 3 --tree OLDER
 
 `--llama` is the Python of an environment with llama-cpp-python, which then decodes the files of `--gguf`, as
-`convert_hf_to_gguf.py` of llama.cpp makes them, or the model, if it is such a file.
-`--planes` decodes over the same weights in planes too, without a draft and
-with these. `--length` sets fixed draft lengths beside the default control. `--tree` tells whether a change made
-decoding slower: another checkout, made by `git worktree add`, takes turns in a process of its own. With `--behind` the
-prompt is read once, and every way goes on from its keys and values: `selfspec bench --context` reads it each time, as
-users do, which takes hours at tens of thousands of tokens. `benchmarks/widen.py` makes larger models of a small one.
+`convert_hf_to_gguf.py` of llama.cpp makes them, or the model, if it is such a file. `--planes` decodes over the same
+weights in planes too, without a draft and with these. `--length` sets fixed draft lengths beside the default control.
+With `--behind` the prompt is read once, and every way goes on from its keys and values: `selfspec bench --context`
+reads it each time, as users do, which takes hours at tens of thousands of tokens. `benchmarks/widen.py` makes larger
+models of a small one.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from harness import HERE, JsonWorker, WorkerArm, compare, prompts_of
+from harness import WorkerArm, compare, prompts_of
 from transformers.utils import logging
 
 import selfspec
@@ -65,7 +61,6 @@ def main() -> None:
     parser.add_argument("--planes", nargs="*", metavar="DRAFT", help="over the same weights in planes")
     parser.add_argument("--llama", metavar="PYTHON", help="of the environment that has llama.cpp")
     parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files of the same weights, for llama.cpp")
-    parser.add_argument("--tree", type=Path, help="another checkout of selfspec, which decodes too")
     parser.add_argument("--behind", action="store_true", help="read the prompt once")
     parser.add_argument("--costs", action="store_true", help="predict speed-ups from the costs of a round's parts")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -107,8 +102,6 @@ def main() -> None:
         how = (options.llama, options.threads, options.context + options.max_new_tokens)
         files = [Path(place)] if is_file else options.gguf
         arms += [WorkerArm.llama_cpp(f"llama.cpp {file.stem}", file, *how) for file in files]
-    if options.tree:
-        arms += _by_tree(place, drafts, options)
     cells = {
         Cell("texts", temperature, 1, options.context, options.max_new_tokens): prompts
         for temperature in options.temperatures
@@ -117,17 +110,6 @@ def main() -> None:
     compare(options.name, Path(options.model).name, base.model, arms, cells, options.repeats, options.warm_up, parts)
     for worker in {id(arm.worker): arm.worker for arm in arms if isinstance(arm, WorkerArm)}.values():
         worker.end()
-
-
-def _by_tree(place: str, drafts: list[tuple[str, int | None]], options: argparse.Namespace) -> list[WorkerArm]:
-    tree = options.tree.resolve()
-    command = [sys.executable, "-P", HERE / "tree_worker.py", tree, place, options.dtype, options.threads]
-    worker = JsonWorker(command, env=os.environ | {"PYTHONPATH": str(tree)}, cwd=tree)
-    named = [("none", None), *drafts]
-    specs = [ArmSpec("other", f"{tree.name}, {draft}" + f", length {n}" * (n is not None)) for draft, n in named]
-    return [
-        WorkerArm(spec, worker, {"draft": draft, "length": n}) for spec, (draft, n) in zip(specs, named, strict=True)
-    ]
 
 
 def _behind(spec: selfspec.SelfSpeculative, cache: Any) -> selfspec.SelfSpeculative:

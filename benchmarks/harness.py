@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,11 @@ def compare(
 
 
 class JsonWorker:
-    """A process, of some settings of `subprocess.Popen`, that answers each line of JSON with another."""
+    """A process that answers each line of JSON with another."""
 
-    def __init__(self, command: Sequence[object], **settings: Any) -> None:
+    def __init__(self, command: Sequence[object]) -> None:
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True, **settings)
+        self._process = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Send a job, and read the answer."""
@@ -103,11 +103,10 @@ class JsonWorker:
 
 @dataclass
 class WorkerArm:
-    """An arm that decodes in a worker's process; `asked` is a part of every job."""
+    """An arm that decodes in a worker's process."""
 
     spec: ArmSpec
     worker: JsonWorker
-    asked: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def llama_cpp(cls, name: str, file: Path, python: str, threads: int, context: int) -> WorkerArm:
@@ -122,6 +121,6 @@ class WorkerArm:
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         (ids,) = prompts.rows
         job = {"ids": ids, "tokens": cell.max_new_tokens, "temperature": cell.temperature, "seed": seed}
-        told = self.worker.ask({**job, **self.asked})
+        told = self.worker.ask(job)
         text, whole, first = told["text"], told["whole"], told.get("first", 1)
         return Call([text], whole, whole - told["seconds"], first, told.get("passes", len(text)), seed=seed)

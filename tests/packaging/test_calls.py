@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import yaml
-from memory_predictions import MACHINES, table
 from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers.utils import logging
@@ -148,13 +147,6 @@ def _oldest(names: list[str]) -> list[tuple[str, str]]:
     ranges = {found.name: found.specifier for found in map(Requirement, PROJECT["dependencies"])}
     lowest = {name: min(Version(each.version) for each in ranges[name]) for name in names}
     return [(name, f"{version.major}.{version.minor}") for name, version in lowest.items()]
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_the_page_of_memory_has_the_present_predictions(machine: str) -> None:
-    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    assert machine in " ".join(page.split())
-    assert table(MACHINES[machine]) in page
 
 
 @pytest.mark.parametrize(("template", "asked"), [("bug", "selfspec doctor"), ("idea", "")])
