@@ -22,11 +22,11 @@ from selfspec.errors import StudyError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.own_text import Continuation, continued
-from selfspec.measure.prompts import check_context, read_workloads
+from selfspec.measure.prompts import read_workloads
 from selfspec.measure.teacher_forced import LayerViews
 from selfspec.model.checkpoint import DtypeName, read_config
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import prompt_writer
+from selfspec.tools.lab.arms import Cell, with_prompts
 from selfspec.tools.lab.drafts import Given
 from selfspec.tools.lab.runs import Row, Run, digest_of, origin
 
@@ -183,13 +183,9 @@ def check_inputs(study: Study) -> None:
 def load(name: str, study: Study, device: str) -> StudiedModel:
     """Load a model of a study and its prompts; a PromptError: there is no chat template, or no room in the context."""
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
-    model, tokenizer = checkpoint.model, checkpoint.tokenizer
-    writer, prompts = prompt_writer(checkpoint, study.chat, study.max_new_tokens), {}
-    for each, workload in read_workloads(study.workloads).items():
-        if study.prompt_tokens is None:
-            found = workload.whole_prompts(writer, study.texts)
-        else:
-            found = workload.prompts(tokenizer, study.texts, 1, study.prompt_tokens)
-        check_context(model, found, study.max_new_tokens)
-        prompts[each] = [prompt.long().to(model.device) for prompt in found]
-    return StudiedModel(name if name == DEMO else Path(name).name, model, find_adapter(model), prompts, tokenizer)
+    model, workloads = checkpoint.model, read_workloads(study.workloads)
+    cells = [Cell(each, 0.0, 1, study.prompt_tokens, study.max_new_tokens, study.chat) for each in workloads]
+    made = with_prompts(cells, workloads, study.texts, checkpoint)
+    prompts = {cell.workload: [call.ids for call in calls] for cell, calls in made.items()}
+    called = name if name == DEMO else Path(name).name
+    return StudiedModel(called, model, find_adapter(model), prompts, checkpoint.tokenizer)
