@@ -21,8 +21,8 @@ from selfspec.control.costs import BatchCosts, Forecast
 from selfspec.control.profile import Chosen, Profile, Setting, default_file
 from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import PLAIN, draft_name, parse_draft
-from selfspec.errors import BenchError, DraftConfigError, UnsupportedModelError
+from selfspec.draft.registry import PLAIN, draft_name
+from selfspec.errors import BenchError, UnsupportedModelError
 from selfspec.files.writing import write_sealed
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
@@ -46,7 +46,7 @@ from selfspec.tools.calibrate.candidates import (
 )
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, batched
-from selfspec.tools.lab.drafts import content, paths_of
+from selfspec.tools.lab.drafts import Given, content, paths_of
 from selfspec.tools.lab.generations import ArmRun, measure, rows_of
 from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.report import require_packages, write_report
@@ -123,7 +123,7 @@ def calibrate(
         require_packages()
     found = adapter or find_adapter(model)
     prompts = read_given(model, prompts, tokenizer)
-    drafters = None if drafts is None else [_drafter(each) for each in drafts]
+    drafters = None if drafts is None else [Given().drafter(each) if isinstance(each, str) else each for each in drafts]
     every = considered(len(found.decoder_layers(model)), drafters, max(prompt.shape[1] for prompt in prompts))
     # A model may refuse what it was not asked for: one that is quantised has no use for fewer bits.
     for drafter in drafters or ():
@@ -220,13 +220,6 @@ def calibrate(
         runs.keep(kept)
         write_report("Calibration", kept, {"settings": report["settings"], **asdict(setting)}, Path(keep))
     return Profile(setting, greedy.chosen, sampled.chosen, report)
-
-
-def _drafter(draft: str | Drafter) -> Drafter:
-    found = parse_draft(draft) if isinstance(draft, str) else draft
-    if found is None:
-        raise DraftConfigError("plain decoding is what all drafts are compared with; name drafts alone")
-    return found
 
 
 def _doubts(load: SpareCores, threads: int, kinds: Sequence[_Kind]) -> list[str]:

@@ -157,22 +157,17 @@ class StudyOfModel:
 
     def judging(self, draft: str, text: Run) -> Run:
         """Return the run that judges a draft on some texts, by teacher forcing, or by generation where that cannot."""
-        study = self.study
-        named = {"draft": draft, "content": self.drafts[draft], "texts": text.key}
+        study, longest = self.study, max(self.study.draft_lengths)
+        under = {"batch": 1, "context": None, "chat": study.chat, **text.under, "draft": draft, "texts": text.key}
+        under |= {"content": self.drafts[draft], "draft_lengths": list(study.draft_lengths)}
         labels = {**text.labels, "arm": draft}
         if self.forced(draft):
-            under = {**self._conditions(text), **named, "draft_lengths": list(study.draft_lengths)}
-            under["reach"] = _reach(study)
-            return Run("teacher forcing", under, labels)
-        rule = content(self.studied.given.rules.get(study.accept) or find_rule(study.accept))
-        how = {"accept": study.accept, "rule": rule, "runtime": str(self.runtime)}
-        under = {**self._conditions(text), **named, **how, "draft_lengths": list(study.draft_lengths)}
+            return Run("teacher forcing", {**under, "reach": min(study.reach or longest, longest)}, labels)
         # Each text has a seed of its own.
         del under["seed"]
-        return Run("generation", under, labels)
-
-    def _conditions(self, text: Run) -> Row:
-        return {"batch": 1, "context": None, "chat": self.study.chat, **text.under}
+        rule = content(self.studied.given.rules.get(study.accept) or find_rule(study.accept))
+        how = {"accept": study.accept, "rule": rule, "runtime": str(self.runtime)}
+        return Run("generation", {**under, **how}, labels)
 
     def judge(self, text: Run, some: Sequence[Run]) -> list[list[Row]]:
         """Judge drafts on texts that were written."""
@@ -187,7 +182,7 @@ class StudyOfModel:
         for length in run.under["draft_lengths"]:
             spec = ArmSpec("draft", run.under["draft"], length, accept=run.under["accept"], runtime=self.runtime)
             arm, cell = make_arm(spec, self.studied.model, self.studied.given), self.cell(run)
-            prompts = _prompts(texts)
+            prompts = [Prompts.of_one_length(text.ids[:, : text.prompt]) for text in texts]
             calls = [arm.decode(prompt, cell, number) for number, prompt in enumerate(prompts)]
             for row in arm_rows(ArmRun(arm, calls=[calls]), prompts, self.studied.tokenizer):
                 counted = {name: value for name, value in row.items() if not name.endswith("seconds")}
@@ -256,10 +251,6 @@ class StudyOfModel:
         ]
 
 
-def _prompts(texts: Sequence[Continuation]) -> list[Prompts]:
-    return [Prompts.of_one_length(text.ids[:, : text.prompt]) for text in texts]
-
-
 def estimate(
     studied: StudiedModel, texts: Sequence[Continuation], temperature: float, runs: Sequence[Run]
 ) -> list[list[Row]]:
@@ -299,8 +290,3 @@ def _together(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
     for measured, group in groupby(runs, lambda run: run.measured):
         some, size = list(group), 1 if measured == "generation" else _TOGETHER
         yield from (some[start : start + size] for start in range(0, len(some), size))
-
-
-def _reach(study: Study) -> int:
-    longest = max(study.draft_lengths)
-    return longest if study.reach is None else min(study.reach, longest)
