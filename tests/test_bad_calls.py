@@ -161,7 +161,6 @@ _each("LayerSkip.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.LayerSk
 _each("Cascade first", [*NO_DRAFTERS, drafts.EarlyExit(1)], lambda g, v: drafts.Cascade(v, drafts.EarlyExit(2)))
 _each("Cascade then", NO_DRAFTERS, lambda g, v: drafts.Cascade(drafts.PromptLookup(), v))
 CALLS["wrap weights"] = lambda g: selfspec.wrap(tiny.llama().to("meta"))
-_each("Union", [*NO_DRAFTERS, drafts.Recycling()], lambda g, v: drafts.Union(drafts.Recycling(), v))
 
 # Rules, controls, costs, runtimes.
 _each("Typical epsilon", [*NO_NUMBERS, -0.1, 1.5], lambda g, v: Typical(epsilon=v))

@@ -195,8 +195,9 @@ class CostAwareController(Controller):
             return
         for position, confidences in enumerate(map(_values, self._confidences)):
             for row, confidence in zip(rows, confidences, strict=True):
-                if row is not None and position <= row.along and position < row.judged_of(row.run_length):
-                    self._acceptance.count(confidence, position < row.along)
+                # Trees are drafted without asking, so the draft is a chain.
+                if row is not None and position < row.judged_of(row.run_length):
+                    self._acceptance.count(confidence, position < row.accepted_of(row.run_length))
         committed = self._committed.after([None if row is None else len(row.tokens) for row in rows])
         with_dropped = self._with_dropped.after([None if row is None else row.run_length for row in rows])
         loss_budget = self._gain(draft.match_length)

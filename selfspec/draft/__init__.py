@@ -1,7 +1,7 @@
 """The drafters, one in each file: each turns the state of a generation into a Draft."""
 
 from selfspec.draft.cascade import Cascade
-from selfspec.draft.draft import Budget, Draft, Offer, Resume, RowVerdict, Verdict
+from selfspec.draft.draft import Budget, Draft, Resume, RowVerdict, Verdict
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
 from selfspec.draft.early_exit import EarlyExit, ExitHead
 from selfspec.draft.exit_choice import ChosenExit
@@ -21,7 +21,6 @@ from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
 from selfspec.draft.rows_view import RowsView, chains
 from selfspec.draft.suffixes import Suffixes
-from selfspec.draft.union import Union
 
 __all__ = [
     "Budget",
@@ -42,7 +41,6 @@ __all__ = [
     "LowPrecision",
     "Medusa",
     "MultiTokenPrediction",
-    "Offer",
     "ParallelEagle",
     "Predicted",
     "PromptLookup",
@@ -56,7 +54,6 @@ __all__ = [
     "Stateless",
     "Suffixes",
     "TopOfCache",
-    "Union",
     "Uno",
     "Verdict",
     "chains",

@@ -16,23 +16,28 @@ from selfspec.runtime.request import PassResult
 
 
 @dataclass(frozen=True, init=False)
-class JoinedDrafter(Drafter):
-    """Joins several drafters, its `sources`, which are asked in this order."""
+class Cascade(Drafter):
+    """Takes the draft of the first of its `sources` that promises more than the sources behind it.
+
+    The measure is the tokens that recent rounds with each match length committed for their cost. A source that runs a
+    model is asked only if no earlier draft is taken; all learn from every round. Where rows are apart (see
+    `FixedLength`), each row chooses and learns separately.
+    """
 
     sources: tuple[Drafter, ...]
 
     def __init__(self, *sources: Drafter) -> None:
-        """Take two or more sources; replace a source of this same class by its own sources.
+        """Take two or more sources, in the order in which they are asked; a cascade stands for its own sources.
 
         Raises:
             DraftConfigError: a source is no drafter or comes twice, there are fewer than two, or two run a model.
         """
         wrong = [source for source in sources if not isinstance(source, Drafter)]
-        flat = tuple(chain(*(each.sources if type(each) is type(self) else (each,) for each in sources)))
+        flat = tuple(chain(*(each.sources if isinstance(each, Cascade) else (each,) for each in sources)))
         twice = any(source in flat[:place] for place, source in enumerate(flat))
         if wrong or len(flat) < 2:
             raise DraftConfigError(
-                "a cascade and a union are of two or more different drafters, e.g. Cascade(PromptLookup(), "
+                "a cascade is of two or more different drafters, e.g. Cascade(PromptLookup(), "
                 f"EarlyExit(layer=4)); got {shown(list(sources))}"
             )
         named = " and ".join(source.spelling or shown(source) for source in flat)
@@ -40,7 +45,7 @@ class JoinedDrafter(Drafter):
             raise DraftConfigError(f"name each draft once; got {named}")
         if sum(source.runs != "nothing" for source in flat) > 1:
             raise DraftConfigError(
-                f"in a cascade or a union at most one draft runs a model, and here several do: {named}; take one of "
+                f"in a cascade at most one draft runs a model, and here several do: {named}; take one of "
                 "them, `selfspec bench` compares them; a head that guesses for int8 would gain 4 % where 0.36 of its "
                 "tokens are right (docs/heads.md)"
             )
@@ -50,31 +55,15 @@ class JoinedDrafter(Drafter):
             object.__setattr__(self, name, value)
 
     def mapped(self, change: Callable[[Drafter], Drafter]) -> Drafter:
-        return type(self)(*(source.mapped(change) for source in self.sources))
-
-
-@dataclass(frozen=True, init=False)
-class Cascade(JoinedDrafter):
-    """Takes the draft of the first source that promises more than the sources behind it.
-
-    The measure is the tokens that recent rounds with each match length committed for their cost. A source that runs a
-    model is asked only if no earlier draft is taken; all learn from every round. Where rows are apart (see
-    `FixedLength`), each row chooses and learns separately.
-    """
+        return Cascade(*(source.mapped(change) for source in self.sources))
 
     @property
     def spelling(self) -> str | None:
-        return joined_spelling(self.sources)
+        names = [source.spelling for source in self.sources]
+        return None if None in names else "+".join(filter(None, names))
 
     def begin(self, rows: RowsView) -> CascadeProposer:
         return CascadeProposer([source.begin(rows) for source in self.sources])
-
-
-def joined_spelling(sources: Sequence[Drafter]) -> str | None:
-    """Return the spellings joined by `+`; None: one is missing, or the result means something else."""
-    names = [source.spelling for source in sources]
-    swallows = any(isinstance(source, JoinedDrafter) for source in sources[:-1])
-    return None if None in names or swallows else "+".join(filter(None, names))
 
 
 class CascadeProposer(Proposer):

@@ -13,12 +13,6 @@ from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
 from selfspec.runtime.request import Behind
 
-TokenPath = tuple[int, ...]
-"""The tokens from the text's end on to a node of a tree."""
-
-# The highest probability that a source may give a token.
-_SUREST = 0.98
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -140,27 +134,6 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Holds the paths that one source proposes for one row.
-
-    Attributes:
-        kind: groups offers of equal trust, such as the length of a match; a larger kind promises more.
-        shares: probability of each path's last token after the tokens before it. Prefixes of a path come first.
-    """
-
-    kind: int
-    shares: dict[TokenPath, float]
-
-    def reach(self, trust: float) -> dict[TokenPath, float]:
-        """Return each path's probability, given `trust`: accepted tokens of such offers over the sum of shares."""
-        reach: dict[TokenPath, float] = {(): 1.0}
-        for path, share in self.shares.items():
-            reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
-        del reach[()]
-        return reach
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Holds the verdict of one round.
 
@@ -214,12 +187,6 @@ class RowVerdict:
     def judged_of(self, tokens: int) -> int:
         """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
         return min(self.judged, tokens)
-
-    @property
-    def along(self) -> int:
-        """Number of accepted draft tokens of the run on the chain of the tree's first nodes."""
-        accepted = self.accepted_of(self.run_length)
-        return next((place for place, node in enumerate(self.path[:accepted]) if node != place), accepted)
 
     def overlap_of(self, tokens: int) -> float:
         """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.draft.draft import Budget, Draft, Offer, Verdict
-from selfspec.draft.rows_view import RowsView, lengths_of
+from selfspec.draft.draft import Budget, Draft, Verdict
+from selfspec.draft.rows_view import RowsView
 from selfspec.formats.format import Format
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import Features, Point
@@ -197,20 +197,6 @@ class Proposer(ABC):
         """Propose without asking the controller; return None if a draft takes a pass of a model."""
         return None
 
-    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return the offers of a proposer without a model to each running row, for `Union` to merge.
-
-        The default is its draft, with the same trust in all tokens.
-        """
-        found = self.look_up(rows, budget)
-        if found is None or not found.length:
-            return [()] * len(rows.running)
-        offers: list[tuple[Offer, ...]] = []
-        for tokens, length in zip(found.tokens.tolist(), lengths_of(rows, found), strict=True):
-            shares = {tuple(tokens[node] for node in path): 1.0 for path in found.tree.paths if len(path) <= length}
-            offers.append((Offer(found.match_length, shares),) if length else ())
-        return offers
-
     def read_prompt(self, rows: RowsView, counts: Sequence[int], features: Features) -> None:
         """Learn from a pass over prompt tokens, before they are committed.
 
@@ -336,7 +322,7 @@ class Declaration:
     argument: str  # the text after the name, such as `:FILE`; optional parts are in brackets
     help: str
     example: str  # the name with a sensible argument
-    written: Literal["alone", "behind", "before"]  # by itself, behind another draft and a `+`, or before its sources
+    written: Literal["alone", "behind"]  # by itself, or behind another draft and a `+`
 
     @property
     def form(self) -> str:
@@ -350,7 +336,7 @@ def drafter(
     help: str,
     argument: str = "",
     example: str = "",
-    written: Literal["alone", "behind", "before"] = "alone",
+    written: Literal["alone", "behind"] = "alone",
 ) -> Callable[[type[_Kind]], type[_Kind]]:
     """Declare a drafter's name; see `Declaration`. Repeat it for a class with two names.
 

@@ -178,9 +178,6 @@ class ExitTrial(Behind):
     def tree(self, draft: Tree) -> Tree:
         return draft
 
-    def after_more(self) -> ExitTrial:
-        return self
-
     def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
         rows, width = request.tokens.shape
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy
-from selfspec.draft.draft import Budget, Draft, Offer, Verdict
+from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer, drafter
 from selfspec.draft.prompt_lookup import NONE
 from selfspec.draft.rows_view import RowsView, chains, guesses, remembered
-from selfspec.draft.tree_growth import RankChances, best_shape, largest_products
+from selfspec.draft.tree_growth import RankChances, best_shape
 from selfspec.errors import DraftConfigError
 from selfspec.runtime.request import PassResult
 
@@ -96,9 +96,8 @@ class RecyclingProposer(FreeProposer):
         self._lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         # Draft tokens of the round that is judged, and the target's candidates after each place.
         self._asked: tuple[HostCopy, HostCopy] | None = None
-        # The rows' own tables, and the rates of ranks before this generation.
+        # The rows' own tables.
         self._tables: defaultdict[int, CandidateTable] = defaultdict(memory.of_row)
-        self._rates = [chances.rates() for chances in memory.chances]
         for row in range(rows.size):
             self._table(row).learn_text([*rows.source(row), *rows.text(row)])
 
@@ -128,15 +127,6 @@ class RecyclingProposer(FreeProposer):
         self._proposed = Draft(tokens, tree, match_length=_CANDIDATES)
         return self._proposed
 
-    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        """Return each running row's offer: the tree of `look_up` for the row alone."""
-        contexts = self._contexts(rows)
-        lengths = self._known(rows, contexts).tolist()
-        return [
-            (self._offer(row, context, length, rows.budget_of(row, budget)),)
-            for row, context, length in zip(rows.running, contexts, lengths, strict=True)
-        ]
-
     def ask(self, draft: Draft, target: PassResult) -> None:
         candidates = target.logits.topk(min(self._memory.table.kept, target.logits.shape[-1])).indices
         self._asked = HostCopy(draft.tokens), HostCopy(candidates)
@@ -163,17 +153,6 @@ class RecyclingProposer(FreeProposer):
 
     def _table(self, row: int) -> CandidateTable:
         return self._tables[row] if self._rows_apart else self._memory.table
-
-    def _offer(self, row: int, context: NDArray[np.int64], length: int, budget: Budget) -> Offer:
-        place = max(length, 1) - 1
-        chances = self._rates[place] if self._rows_apart else self._memory.chances[place].rates()
-        tree = largest_products(chances, budget.nodes if length else 0, budget.depth).tree
-        tokens: list[int] = self._table(row).grown(context[None], tree)[0].tolist()
-        shares: dict[tuple[int, ...], float] = {}
-        for path, rank in zip(tree.paths, tree.ranks, strict=True):
-            # A candidate that comes twice has the rate of the first.
-            shares.setdefault(tuple(tokens[node] for node in path), chances[rank])
-        return Offer(length, shares)
 
     def _known(self, rows: RowsView, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Count the tokens of each running row's longest known context, `[rows]`."""

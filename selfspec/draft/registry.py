@@ -1,6 +1,6 @@
 """Drafters by name: those of this package, those that other packages declare, and `module:Class`.
 
-Examples: `exit:4`, `int4+exit:20`, `lookup+recycle+int8`, `union:suffix+exit:4`, `exit:4+vocab:FILE`, `none`. A `+`
+Examples: `exit:4`, `int4+exit:20`, `lookup+recycle+int8`, `exit:4+vocab:FILE`, `none`. A `+`
 joins drafts if a name follows it; elsewhere it belongs to a file name.
 """
 
@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
 
 import selfspec.draft
 from selfspec.arguments import ClassPath, shown
@@ -85,16 +84,10 @@ def parts_of(text: str) -> list[str]:
 
 def _joined(parts: Sequence[str]) -> Drafter:
     sources: list[Drafter] = []
-    for place, part in enumerate(parts):
+    for part in parts:
         name, colon, argument = part.partition(":")
         kind = kinds().get(name.strip())
         written = {each.name: each.written for each in kind.declared}[name.strip()] if kind else "alone"
-        if kind is not None and written == "before":
-            if not argument:
-                raise ValueError(part)
-            made: Any = kind
-            behind = _joined([argument.strip(), *parts[place + 1 :]])
-            return _cascade([*sources, made(*(behind.sources if isinstance(behind, Cascade) else (behind,)))])
         if kind is not None and written == "behind":
             if not sources:
                 raise ValueError(part)
@@ -103,10 +96,6 @@ def _joined(parts: Sequence[str]) -> Drafter:
         found = _foreign(part) if kind is None else kind.spelled(name.strip(), argument.strip() if colon else None)
         together = sources[-1].followed_by(found) if sources else None
         sources[-1 if together else len(sources) :] = [together or found]
-    return _cascade(sources)
-
-
-def _cascade(sources: Sequence[Drafter]) -> Drafter:
     return sources[0] if len(sources) == 1 else Cascade(*sources)
 
 

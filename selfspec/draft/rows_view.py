@@ -109,10 +109,6 @@ class RowsView(Protocol):
         """Return the most tokens that a row may still commit."""
 
     @property
-    def longest(self) -> int:
-        """Largest text length of any row, prompt included."""
-
-    @property
     def controller(self) -> DraftController:
         """Controller, which decides draft lengths."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
-from selfspec.draft.draft import Budget, Draft, Offer, TokenPath, Verdict
+from selfspec.cache.tree import Tree
+from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, drafter
 from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, TextProposer, Tokens, places_in
-from selfspec.draft.rows_view import RowsView, remembered
-from selfspec.draft.union import MergingProposer
+from selfspec.draft.row_trees import Offer, TokenPath, Trust, likeliest_path, merged
+from selfspec.draft.rows_view import RowsView, chains, guesses, last_known, lengths_of, remembered
 from selfspec.errors import DraftConfigError
 from selfspec.files.json_text import DescribedTensors
 from selfspec.model.identity import Vocabulary
@@ -81,29 +82,73 @@ class Suffixes(Drafter):
         return f"suffix:{self.corpus}" if has_file else super().spelling
 
 
-class SuffixProposer(MergingProposer, TextProposer):
+class SuffixProposer(TextProposer):
     """Counts continuations in each row's text, in earlier texts of the wrapper, and in the corpus if there is one."""
 
     def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
-        MergingProposer.__init__(self, rows)
-        TextProposer.__init__(self, map(rows.source, range(rows.size)))
+        super().__init__(map(rows.source, range(rows.size)))
+        self._rows_apart = rows.rows_apart
         self._memory, self._corpus, self._at_first = memory, corpus, memory.tokens
+        self._trust: defaultdict[int, Trust] = defaultdict(Trust)
+        # The last draft, taken or not, and the offers behind it, by running row.
+        self._proposed: Draft | None = None
+        self._offered: Sequence[Offer] = ()
 
     @property
     def nbytes(self) -> int:
         return self._memory.tokens.nbytes
 
-    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        return [(self._offer(rows, row, rows.budget_of(row, budget).depth),) for row in rows.running]
+    def trust(self, row: int) -> Trust:
+        """Return the trust in offers to a row: its own where rows are apart, else that of all rows."""
+        return self._trust[row if self._rows_apart else -1]
+
+    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
+        """Propose a tree, or chains where rows are apart; none if no unfinished row has a match or no tree pays."""
+        self._offered = [self._offer(rows, row, rows.budget_of(row, budget).depth) for row in rows.running]
+        each = zip(rows.running, self._offered, strict=True)
+        if self._rows_apart:
+            found = [
+                likeliest_path(self.trust(row).reach(offer), rows.budget_of(row, budget).depth)
+                if row in rows.unfinished
+                else ()
+                for row, offer in each
+            ]
+            self._proposed = chains(rows, found, match_length=2)
+            return self._proposed
+
+        def promise(nodes: int, committed: float) -> float:
+            return (1 + committed) / rows.controller.round_cost(0, nodes)
+
+        going = [(row, offer) for row, offer in each if row in rows.unfinished]
+        reach = [self.trust(row).reach(offer) for row, offer in going]
+        tree = merged(reach, budget, promise, branches=not rows.chains_only)
+        if not tree.parents:
+            return rows.no_draft()
+        known = iter(tree.tokens)
+        nothing = [None] * len(tree.parents)
+        tokens = [
+            [last if token is None else token for token in (next(known) if row in rows.unfinished else nothing)]
+            for row, last in zip(rows.running, last_known(rows), strict=True)
+        ]
+        # The row with the shortest match limits the batch. A match of 1 is a recycled candidate.
+        least = min(offer.kind for _, offer in going)
+        self._proposed = Draft(guesses(rows, tokens), Tree(tree.parents), match_length=max(least, 2))
+        return self._proposed
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        super().learn(rows, draft, target, verdict)
+        # Where rows are apart, the draft may hold chains of a source behind this one, too.
+        if self._proposed is not None and (draft.length if self._rows_apart else draft is self._proposed):
+            lengths = lengths_of(rows, self._proposed)
+            for row, offer, length in zip(verdict.running, self._offered, lengths, strict=True):
+                if length and row in verdict.rows:
+                    found, tree = verdict.rows[row], Tree.chain(length) if self._rows_apart else draft.tree
+                    self.trust(row).count(offer, tree, found.drafted, found.path[:length])
         for row, found in verdict.rows.items():
             if found.ended:
                 self._memory.add([*rows.text(row), *found.tokens])
 
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
-        own, earlier = self.text_of(rows, row), self._at_first if self.rows_apart else self._memory.tokens
+        own, earlier = self.text_of(rows, row), self._at_first if self._rows_apart else self._memory.tokens
         context: list[int] = own[-LONGEST:].tolist()
         # A loop that reaches the end of the text continues with its beginning.
         found = [_Found(own, places_in(own, context, LONGEST), goes_round=True)]

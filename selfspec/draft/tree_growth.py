@@ -345,7 +345,7 @@ class RankChances:
         return tuple(accumulate(rates, min))
 
     def count(self, tree: Tree, path: Sequence[int]) -> None:
-        """Count the siblings accepted along a path; ranks beyond those of `counts`, which unions add, are ignored."""
+        """Count the siblings accepted along a path; ranks beyond those of `counts` are ignored."""
         ranks = range(self.counts.shape[1])
         for place, accepted in zip((-1, *path), (*path, None), strict=True):
             for rank, node in zip(ranks, tree.children[place + 1], strict=False):

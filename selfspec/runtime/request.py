@@ -96,10 +96,6 @@ class Behind(ABC):
     def tree(self, draft: Tree) -> Tree:
         """Return a draft's tree with these nodes behind its own."""
 
-    def after_more(self) -> Behind | None:
-        """Return the nodes to read if others join the draft's own; None: they follow the draft they were made for."""
-        return None
-
     @abstractmethod
     def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
         """Run a pass over a draft and these nodes, with the cache open for them; return the draft's own result.

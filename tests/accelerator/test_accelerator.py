@@ -54,7 +54,7 @@ SAMPLED: dict[str, Any] = {
 # Sizes that kernels for fewer bits take.
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
 NAMES = ["none", "exit:1", "skip:attn=1", "int8", "int4", "lookup", "recycle", "suffix", "lookup+exit:1"]
-TREES = ["exit:1", "recycle", "suffix", "union:suffix+recycle+exit:1"]
+TREES = ["exit:1", "recycle", "suffix"]
 
 
 @pytest.fixture
@@ -124,8 +124,7 @@ def test_greedy_text_is_the_models_own_and_a_round_waits_once(
 ) -> None:
     model, draft = model_on(accelerator), parse_draft(name)
     spec = selfspec.wrap(model, draft, draft_length=length, runtime=selfspec.runtime.Eager())
-    # What is put beside tokens that the model drew depends on them, and so does the shape of the tree.
-    assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=2 if name.startswith("union") else 1)
+    assert_one_wait(spec, accelerator, prompts(accelerator, rows), most=1)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

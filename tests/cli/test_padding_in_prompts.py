@@ -58,7 +58,7 @@ def assert_generates_stock_text(said: Said, model: str, draft: str, text: str = 
     assert found["token_ids"] == stock(model, found["prompt_token_ids"])
 
 
-@pytest.mark.parametrize("draft", ["none", "lookup+exit:3", "union:suffix+recycle+int8"])
+@pytest.mark.parametrize("draft", ["none", "lookup+exit:3", "suffix+recycle+int8"])
 def test_generate(said: Said, padded: str, draft: str) -> None:
     for text in TEXTS:
         assert_generates_stock_text(said, padded, draft, text)

@@ -177,7 +177,7 @@ HOLES = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1, 1], [1, 0, 1, 1,
 OWN = torch.tensor([[0, 0, 3, 4, 9, 9, 11]]) + torch.tensor([[0], [7], [2]])
 
 
-@pytest.mark.parametrize("draft", ["exit:2", "lookup", "union:suffix+recycle+exit:2", "int8", None])
+@pytest.mark.parametrize("draft", ["exit:2", "lookup", "suffix+recycle+exit:2", "int8", None])
 @pytest.mark.parametrize(
     "given",
     [

@@ -207,8 +207,6 @@ DRAFTS: dict[str, Drafter | str | None] = {
     "look-up": selfspec.drafts.PromptLookup(shortest=1),
     "suffixes": "suffix",
     "recycling": "recycle",
-    "union": "union:suffix+recycle+exit:2",
-    "union without a model": "union:suffix+recycle",
     "cascade": selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(shortest=1), selfspec.drafts.EarlyExit(2)),
     "cascade of three": "lookup+recycle+exit:2",
 }
@@ -233,7 +231,7 @@ def texts(spec: selfspec.SelfSpeculative, batch: dict[str, Any], **options: Any)
     return [row[:length] for row, length in zip(out.sequences[:, WIDTH:].tolist(), out.lengths, strict=True)]
 
 
-@pytest.mark.parametrize("draft", ["suffixes", "recycling", "union", "cascade of three"])
+@pytest.mark.parametrize("draft", ["suffixes", "recycling", "cascade of three"])
 def test_a_row_is_the_same_beside_others_after_the_same_calls(llama: PreTrainedModel, draft: str) -> None:
     found = []
     for rows in ([0], [0, 1, 2]):
@@ -243,7 +241,7 @@ def test_a_row_is_the_same_beside_others_after_the_same_calls(llama: PreTrainedM
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("draft", ["suffixes", "recycling", "union without a model"])
+@pytest.mark.parametrize("draft", ["suffixes", "recycling"])
 def test_rows_apart_teach_later_calls(llama: PreTrainedModel, draft: str) -> None:
     spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept="token")
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.1, "max_new_tokens": 24, "pad_token_id": 0}
@@ -331,7 +329,7 @@ def test_a_draft_that_is_judged_in_order_uses_the_same_noise(llama: PreTrainedMo
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("draft", ["plain", "exit", "skip", "look-up", "cascade", "union"])
+@pytest.mark.parametrize("draft", ["plain", "exit", "skip", "look-up", "cascade"])
 @pytest.mark.parametrize(("rule", "memory"), [("token", False), ("block", True)])
 def test_greedy_decoding_draws_nothing(
     llama: PreTrainedModel, draft: str, rule: str, memory: bool, monkeypatch: pytest.MonkeyPatch

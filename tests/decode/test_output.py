@@ -230,4 +230,4 @@ def test_statistics_count_the_places_that_were_committed(
 @pytest.mark.parametrize(("accepted", "committed", "run"), [(3, 4, 4), (3, 2, 4), (4, 1, 5)])
 def test_the_controller_learns_from_dropped_tokens_too(accepted: int, committed: int, run: int) -> None:
     row = _verdict(accepted, committed).rows[5]
-    assert (row.run_length, row.judged_of(run), row.accepted_of(run), row.along) == (run, 4, accepted, accepted)
+    assert (row.run_length, row.judged_of(run), row.accepted_of(run)) == (run, 4, accepted)

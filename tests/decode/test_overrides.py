@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], str]] = {
     "forward by a closure": (_changed(_shadow_by_closure), "the forward of LlamaForCausalLM was replaced.*undo"),
 }
 DRAFTS = (
-    None, "exit:2", "skip:layers=1", "int8", "int4", "lookup", "suffix", "recycle", "union:lookup+exit:2",
+    None, "exit:2", "skip:layers=1", "int8", "int4", "lookup", "suffix", "recycle",
     "lookup+int8", "del:1-3",
 )  # fmt: skip
 

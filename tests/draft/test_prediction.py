@@ -80,7 +80,7 @@ def test_the_draft_of_another_source_is_not_counted() -> None:
     assert (prediction.accepted, prediction.rejected) == (0, 0)
 
 
-@pytest.mark.parametrize("draft", [None, "lookup+exit:1", "union:suffix+recycle", "exit:1"])
+@pytest.mark.parametrize("draft", [None, "lookup+exit:1", "suffix", "exit:1"])
 @pytest.mark.parametrize("options", [GREEDY, {"do_sample": True, "seed": 5, "accept": "coupled"}])
 def test_it_changes_speed_alone(llama: PreTrainedModel, draft: str | None, options: dict[str, Any]) -> None:
     spec, ids = selfspec.wrap(llama, draft), tiny.prompt(6, seed=3)

@@ -38,7 +38,6 @@ from selfspec.draft import (
     Stateless,
     Suffixes,
     TopOfCache,
-    Union,
     drafter,
 )
 from selfspec.draft.registry import declarations, draft_name, kinds, parse_draft
@@ -95,8 +94,8 @@ def test_a_name_that_no_entry_point_makes_known_is_none() -> None:
 WRITTEN = """
 exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+skip:attn=3,5;mlp=4
 skip:attn=3,5;mlp=4;layers=7,8,9 del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
-recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3 union:suffix+recycle union:lookup+recycle+exit:4
-lookup+union:suffix+int8 union:exit:4+suffix experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
+recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3
+experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
 experts:1+int8+kv4 int8+kv4 exit:4+kv8 lookup+int8+kv4 int8+window:512+kv4 int8+window:512 exit:4+window:64
 lookup+int8+window:128 int8+top:512 exit:4+top:256 lookup+int8+top:128 int8+kv4+top:512 none
 """
@@ -113,15 +112,8 @@ def test_what_names_mean() -> None:
     assert parse_draft("recycle") == Recycling()
     assert parse_draft("del:1-3") == ChosenExit(1, 3)
     assert parse_draft("skip:layers=2-4") == selfspec.drafts.LayerSkip(layers=[2, 3, 4])
-    assert parse_draft("union:suffix+recycle+exit:4") == Union(Suffixes(), Recycling(), EarlyExit(4))
-    assert parse_draft("lookup+union:suffix+exit:4") == Cascade(PromptLookup(), Union(Suffixes(), EarlyExit(4)))
+    assert parse_draft("suffix+recycle+exit:4") == Cascade(Suffixes(), Recycling(), EarlyExit(4))
     assert Cascade(PromptLookup(), Cascade(Recycling(), EarlyExit(2))) == parse_draft("lookup+recycle+exit:2")
-
-
-def test_what_would_be_read_as_something_else_has_no_name() -> None:
-    drafter = Cascade(Union(Suffixes(), Recycling()), EarlyExit(3))
-    assert drafter.spelling is None
-    assert draft_name(drafter) == repr(drafter)
 
 
 def test_a_plus_belongs_to_a_file_where_no_draft_follows(tmp_path: Path) -> None:
@@ -224,7 +216,6 @@ NAMES = {
     "lookup+none": "is not understood",
     "vocab:FILE": r"write draft\+vocab:FILE",
     "lookup+vocab:FILE": r"draft\+vocab:FILE",
-    "union:": "write union:DRAFT",
     "lookup++int8": "nothing comes before or behind a",
     "lookup+": "nothing comes before or behind a",
     "rm -rf": "write exit:E, head:FOLDER",
@@ -243,7 +234,7 @@ NAMES = {
     # What is read by its class.
     "exit:1+exit:2": "at most one draft runs a model, and here several do: exit:1 and exit:2",
     "int8+exit:2+skip:layers=1": "at most one draft runs a model",
-    "union:exit:1+recycle+int8": "at most one draft runs a model, and here several do: exit:1 and recycle and int8",
+    "exit:1+recycle+int8": "at most one draft runs a model, and here several do: exit:1 and recycle and int8",
 }
 
 
@@ -309,7 +300,7 @@ def _values() -> list[Refused]:
     ranges: tuple[Any, ...] = ((2, 2), (3, 1), (True, 3), (1, "3"))
     found += [(lambda x=x: ChosenExit(*x), "the earlier one first") for x in ranges]
     joined: tuple[Any, ...] = ((), (EarlyExit(1),), (EarlyExit(1), "lookup"), (EarlyExit,))
-    found += [(lambda k=k, x=x: k(*x), "two or more different drafters") for k in (Cascade, Union) for x in joined]
+    found += [(lambda k=k, x=x: k(*x), "two or more different drafters") for k in (Cascade,) for x in joined]
     return [
         *found,
         *((lambda x=x: bits(INT8, x), "copied in 8 or 4 bits") for x in (2, True)),

@@ -29,7 +29,6 @@ from selfspec.draft import (
     Recycling,
     ReducedVocabulary,
     Suffixes,
-    Union,
 )
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.model.identity import Vocabulary
@@ -43,7 +42,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_i
 LEARN: dict[str, Drafter] = {
     "suffixes": Suffixes(),
     "recycling": Recycling(),
-    "union": Union(Suffixes(), Recycling(), EarlyExit(2)),
     "cascade": Cascade(Suffixes(), Cascade(Recycling(), EarlyExit(2))),
 }
 REMEMBER_NOTHING: dict[str, Drafter | None] = {
@@ -159,7 +157,7 @@ def pictured_corpus(model: PreTrainedModel, folder: Path) -> str:
     return f"suffix:{folder / 'corpus'}"
 
 
-FROM_TEXT = ("lookup", "recycle", "suffix", "union")
+FROM_TEXT = ("lookup", "recycle", "suffix")
 # The heads of the models that `queries` is for are their embeddings.
 CASES = [
     pytest.param(name, marks=() if name.startswith(FROM_TEXT) else pytest.mark.contract)
@@ -227,7 +225,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("draft", [None, "union:lookup+suffix+recycle", "exit:2"])
+@pytest.mark.parametrize("draft", [None, "lookup+suffix+recycle", "exit:2"])
 @pytest.mark.parametrize("name", HONOURED)
 def test_options_mean_what_they_mean_for_a_head_that_never_writes_these_ids(name: str, draft: str | None) -> None:
     whole, ids = tiny.llama(num_hidden_layers=6), torch.tensor(PROMPTS[:1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,8 +19,7 @@ from selfspec.control import FixedLength
 from selfspec.control.controller import Controller
 from selfspec.control.costs import CostsByRows
 from selfspec.draft import Budget, Draft, Drafter, Proposer, RowsView, Stateless
-from selfspec.draft.draft import Offer, RowVerdict, TokenPath
-from selfspec.draft.drafter import FreeProposer
+from selfspec.draft.draft import RowVerdict
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -36,11 +35,9 @@ def rounds_of(spec: selfspec.SelfSpeculative, ids: Tensor, new: int) -> list[Any
     return [chunk.rows[0] for chunk in spec.stream(ids, max_new_tokens=new, do_sample=False)]
 
 
-def outcome(judged: int, accepted: int, committed: int, dropped: int = 0, strayed: int = 0) -> RowVerdict:
-    """What a row commits, and what lockstep drops; its last `strayed` accepted tokens are off the first nodes."""
-    along = accepted - strayed
-    path = [*range(along), *range(along + 1, accepted + 1)]
-    return RowVerdict([0] * (accepted + 2), path, judged, [0] * committed, dropped)
+def outcome(judged: int, accepted: int, committed: int, dropped: int = 0) -> RowVerdict:
+    """What a row commits of a chain, and what lockstep drops."""
+    return RowVerdict([0] * (accepted + 1), range(accepted), judged, [0] * committed, dropped)
 
 
 def assert_alike(spec: selfspec.SelfSpeculative, **options: Any) -> Tensor:
@@ -79,19 +76,6 @@ class Oracle(Stateless):
         return Draft(torch.tensor(rows), tree)
 
 
-@dataclass(frozen=True, eq=False)
-class Offering(Stateless, FreeProposer):
-    """Offers a row the same in every round; rows take turns."""
-
-    each: Sequence[dict[TokenPath, float]]
-
-    def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        return rows.no_draft()
-
-    def offers(self, rows: RowsView, budget: Budget) -> list[tuple[Offer, ...]]:
-        return [(Offer(1, self.each[row % len(self.each)]),) for row in rows.running]
-
-
 class Told(FixedLength):
     """Drafts of one length, under a controller of its own."""
 
@@ -119,7 +103,7 @@ class _InTurns(Controller):
 
 
 class InTurns(Told):
-    """Every source of a union or cascade drafts in some rounds, whatever it promises."""
+    """Every source of a cascade drafts in some rounds, whatever it promises."""
 
     controller = _InTurns
 

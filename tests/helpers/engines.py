@@ -69,6 +69,6 @@ class Real:
         return found
 
     def _drafting(self, draft: str) -> selfspec.SelfSpeculative:
-        trees = draft.startswith(("union:", "tree "))
+        trees = draft.startswith("tree ")
         control = selfspec.FixedLength(_LENGTH, nodes=_NODES) if trees else selfspec.FixedLength(_LENGTH)
         return selfspec.wrap(self.model, draft.removeprefix("tree "), draft_length=control)

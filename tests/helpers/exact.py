@@ -7,7 +7,7 @@ a node may depend on all nodes before it. The target's p is one over the tokens 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,25 +101,6 @@ def committed_in_step(
         chances = weights @ _by_tokens(rule, p_beside, beside_it)
         parts.append(_cut(rule, p, _draft(all_drafts(p.vocab, nodes), shape, ours), chances))
     return Committed.of_parts(parts)
-
-
-def committed_in_step_of(
-    rule: Rule, row: tuple[Chain, Chain], beside: tuple[Chain, Chain], proposed: Callable[[Draft], Draft]
-) -> Committed:
-    """What a row commits that is cut to what the row beside it would commit, of a draft of both of any making."""
-    (p, q), (p_beside, q_beside) = row, beside
-    parts = []
-    for (own, chance), (other, chance_beside) in itertools.product(*map(_chains_of, (q, q_beside))):
-        probs = torch.cat([q.along(own), q_beside.along(other)])
-        draft = proposed(Draft.chain(torch.cat([own, other]), probs, steps=own.shape[1]))
-        weights = chance * chance_beside * _by_tokens(rule, p_beside, draft.of_rows([1]))
-        parts.append(_cut(rule, p, draft.of_rows([0]), weights))
-    return Committed.of_parts(parts)
-
-
-def _chains_of(q: Chain) -> list[tuple[Tensor, Tensor]]:
-    """Every chain that a draft may be, `[1, length]`, and the chance that it is drawn."""
-    return list(zip(all_drafts(q.vocab, len(q.tables)).split(1), q.joint().flatten(), strict=True))
 
 
 def committed_with_stops(rule: Rule, p: Chain, q: Chain, goes_on: Sequence[Tensor], tree: Tree) -> Committed:

@@ -27,8 +27,6 @@ from selfspec.draft import (
     PromptLookup,
     Recycling,
     ReducedVocabulary,
-    Suffixes,
-    Union,
 )
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.formats.planes import Planes
@@ -121,8 +119,8 @@ def _queries(model: PreTrainedModel, folder: Path) -> str:
 _LOW: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
 _NAMES = (
     "exit:1", "exit:2", "skip:attn=1", "skip:mlp=0,2", "skip:layers=1", "int8", "int8+exit:2", "int4",
-    "int4+skip:attn=1", "del:1-2", "recycle", "suffix", "union:suffix+recycle",
-    "union:suffix+recycle+exit:1", "union:recycle+int8", "suffix+recycle+exit:2", "int8+kv4", "exit:2+kv8",
+    "int4+skip:attn=1", "del:1-2", "recycle", "suffix",
+    "suffix+recycle+exit:2", "int8+kv4", "exit:2+kv8",
     "int4+window:4", "exit:1+window:4",
 )  # fmt: skip
 EXAMPLES: dict[str, Example] = {
@@ -135,14 +133,14 @@ EXAMPLES: dict[str, Example] = {
     "lookup": Example(PromptLookup(shortest=1)),
     "lookup+int8": Example(Cascade(PromptLookup(shortest=1), LowPrecision(8))),
     "suffix:corpus": Example(_corpus),
-    "union:lookup+suffix+recycle": Example(Union(PromptLookup(shortest=1), Suffixes(), Recycling(candidates=3))),
+    "recycle:3": Example(Recycling(candidates=3)),
     "exit:2+vocab": Example(_reduced),
     "upper": Example("upper", _in_planes),
     "int8+top:128": Example("int8+top:128", _llama),
     "eagle:1": Example(_published("eagle1")),
     "eagle:3": Example(_published("eagle3", **_LOW)),
     "lookup+int8+eagle:3": Example(_published("eagle3", "lookup+int8+", **_LOW)),
-    "union:suffix+eagle:1": Example(_published("eagle1", "union:suffix+")),
+    "suffix+eagle:1": Example(_published("eagle1", "suffix+")),
     "medusa": Example(_published("medusa")),
     "hydra": Example(_published("hydra"), _llama),
     "peagle": Example(_published("peagle", **_LOW)),

@@ -72,7 +72,7 @@ IN_TURNS = (
     "suffix",
     "recycle",
     "lookup+int8",
-    "union:suffix+recycle+int8",
+    "suffix+recycle+int8",
     "tree recycle",
     "tree int8",
 )

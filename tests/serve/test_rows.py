@@ -245,7 +245,7 @@ DRAFTS: dict[str, tuple[str | None, int | Control | None]] = {
     "cascade": ("lookup+exit:1", 4),
     "recycle": ("recycle", FixedLength(3, nodes=6)),
     "suffix": ("suffix", FixedLength(3, nodes=6)),
-    "union": ("union:suffix+recycle+exit:1", CostAware(3, nodes=6)),
+    "suffix+recycle": ("suffix+recycle+exit:1", CostAware(3, nodes=6)),
     "cost aware": ("lookup+exit:2", None),
     "none": (None, None),
 }

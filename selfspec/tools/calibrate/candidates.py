@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.control.costs import Costs, Forecast, forecast
-from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, ReducedVocabulary, Suffixes, Union
+from selfspec.draft import Cascade, Drafter, LowPrecision, Recycling, ReducedVocabulary, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, kinds
 from selfspec.errors import DraftConfigError, HeadError
@@ -146,7 +146,7 @@ def to_confirm(
     """Return candidates by name: what runs no model, the best paths alone and behind it; recycling, and trees.
 
     `predictions` has the best first. `nodes` are those of the largest trees; a smaller budget has half as many, 0 is
-    none. `others` are no path of the model; those that run a head or another model grow trees as well.
+    none. `others` are no path of the model; those that run a head grow trees as well.
     """
     look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
@@ -156,10 +156,8 @@ def to_confirm(
     budgets = [budget for budget in (nodes // 2, nodes) if budget > 1]
     candidates += [Candidate(path, budget) for path in worth[:1] for budget in budgets]
     if budgets:
-        free: list[Recycling | Suffixes] = [Recycling()] if corpus is None else [Suffixes(corpus), Recycling()]
-        candidates += [Candidate(Recycling(), budget) for budget in budgets]
-        candidates += [Candidate(Union(*free), budget) for budget in budgets if corpus is not None]
-        candidates += [Candidate(Union(*free, path), nodes) for path in worth[:1]]
+        free: list[Drafter] = [Recycling(), *([] if corpus is None else [Suffixes(corpus)])]
+        candidates += [Candidate(each, budget) for each in free for budget in budgets]
     grown = [replace(each, nodes=nodes) for each in others if nodes > 1 and each.draft.runs == "model"]
     return {each.name: each for each in [*others, *grown, *candidates]}
 

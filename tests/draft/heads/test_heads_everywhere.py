@@ -165,7 +165,7 @@ def test_fewer_bits_are_refused_where_there_are_no_kernels(tmp_path: Path, monke
 
 
 @families
-@pytest.mark.parametrize("joined", ["lookup+{}", "recycle+lookup+int8+{}", "union:suffix+recycle+{}"])
+@pytest.mark.parametrize("joined", ["lookup+{}", "recycle+lookup+int8+{}"])
 def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     for control in (3, selfspec.FixedLength(3, nodes=8), None):
