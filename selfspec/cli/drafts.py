@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.prompts import Workload
 
-_RUNS = {"nothing": "nothing", "layers": "layers of the model", "model": "another model", "drafts": ""}
+_RUNS = {"nothing": "nothing", "layers": "layers of the model", "model": "a head", "drafts": ""}
 # Documents given to the tokenizer at once.
 _BATCH = 64
 # Texts that errors are compensated on, and tokens that each takes of a prompt.
@@ -33,7 +33,7 @@ class ListedDraft:
 
     Attributes:
         written: how it is written, with names for what varies.
-        runs: what a draft step runs: `nothing`, `layers` of the model, another `model`, or other `drafts`.
+        runs: what a draft step runs: `nothing`, `layers` of the model, a head (`model`), or other `drafts`.
         help: what it does.
         module: that declares it.
     """
