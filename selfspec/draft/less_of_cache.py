@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, get_args
+from typing import get_args
 
 from transformers import PreTrainedModel
 
@@ -29,41 +29,38 @@ LONG = 1024
 class OverLessOfCache(AroundLayerPath):
     """Runs another path drafter, whose steps read less than the whole cache."""
 
-    needs_masks: ClassVar[str]
-    """The message on a model that does not take 4-D masks."""
+    @abstractmethod
+    def less(self, view: CacheView) -> CacheView:
+        """Return what is read of a view; raise DraftConfigError if less than the whole was to be read in this way."""
+
+    @classmethod
+    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverLessOfCache:
+        if not isinstance(before, LayerPathDrafter):
+            raise ValueError(argument)
+        made: Callable[[LayerPathDrafter, int], OverLessOfCache] = cls
+        return made(before, read_number(argument))
 
     @classmethod
     def variants_behind(cls, before: Drafter, context: int) -> Sequence[Drafter]:
         return [cls(before)] if isinstance(before, LayerPathDrafter) and context >= LONG else ()
 
+    def path(self, depth: int) -> LayerPath:
+        path = self.draft_with.path(depth)
+        return replace(path, view=self.less(path.view))
+
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
         if adapter.ragged != "mask":
             raise DraftConfigError(
-                f"{type(model).__name__} {self.needs_masks}; draft with "
-                f"{self.draft_with.spelling or 'the same drafter'} alone"
+                f"{type(model).__name__} makes its masks itself, so that a draft cannot read less of its cache; draft "
+                f"with {self.draft_with.spelling or 'the same drafter'} alone"
             )
 
 
-class OverPartOfCache(OverLessOfCache):
-    """Runs another path drafter, whose steps attend to a part of the cache of a given size."""
-
-    @classmethod
-    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverPartOfCache:
-        if not isinstance(before, LayerPathDrafter):
-            raise ValueError(argument)
-        made: Callable[[LayerPathDrafter, int], OverPartOfCache] = cls
-        return made(before, read_number(argument))
-
-    @abstractmethod
-    def part(self, view: CacheView) -> CacheView:
-        """Return the part of a view of all tokens."""
-
-    def path(self, depth: int) -> LayerPath:
-        path = self.draft_with.path(depth)
-        if path.view.window is not None or path.view.top_keys is not None:
-            raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
-        return replace(path, view=self.part(path.view))
+def _all_tokens(view: CacheView) -> CacheView:
+    if view.window is not None or view.top_keys is not None:
+        raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
+    return view
 
 
 @drafter(
@@ -86,8 +83,6 @@ class CacheInBits(OverLessOfCache):
     QuantSpec (Tiwari et al., 2025, arXiv 2502.10424).
     """
 
-    needs_masks = "reads its cache in another order, so that a draft cannot read copies of it"
-
     cache_bits: CacheBits = 4
 
     def __post_init__(self) -> None:
@@ -106,11 +101,10 @@ class CacheInBits(OverLessOfCache):
         before = self.draft_with.spelling
         return None if before is None else f"{before}+kv{self.cache_bits}"
 
-    def path(self, depth: int) -> LayerPath:
-        path = self.draft_with.path(depth)
-        if path.view.bits is not None:
+    def less(self, view: CacheView) -> CacheView:
+        if view.bits is not None:
             raise DraftConfigError("a draft reads one copy of keys and values; write +kv4 or +kv8 once")
-        return replace(path, view=replace(path.view, bits=self.cache_bits))
+        return replace(view, bits=self.cache_bits)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         caches = layer_caches(model.config.get_text_config(decoder=True))
@@ -130,15 +124,13 @@ LEAST = 4 * CHUNK
     help="any of these whose steps attend to the N tokens that the target attends to most, for long texts",
 )
 @dataclass(frozen=True, eq=False)
-class TopOfCache(OverPartOfCache):
+class TopOfCache(OverLessOfCache):
     """Runs another path drafter, whose draft steps attend to `keys` tokens; a quarter of them are the latest.
 
     The rest are passages with most of the target's attention over layers and heads, measured in a plain step every 64
     tokens. Layers with a sliding window keep it. As in SpecExtend (Cha et al., 2025, arXiv 2505.20776) and SparseSpec
     (2025, arXiv 2512.01278).
     """
-
-    needs_masks = "makes its masks itself, so that a draft cannot attend to some of its keys"
 
     keys: int = 512
 
@@ -154,8 +146,8 @@ class TopOfCache(OverPartOfCache):
         before = self.draft_with.spelling
         return None if before is None else f"{before}+top:{self.keys}"
 
-    def part(self, view: CacheView) -> CacheView:
-        return replace(view, top_keys=self.keys)
+    def less(self, view: CacheView) -> CacheView:
+        return replace(_all_tokens(view), top_keys=self.keys)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
@@ -180,14 +172,12 @@ _MOST = 10**9 - 1
     help="any of these whose steps attend to the latest N tokens and the first 4, for long texts",
 )
 @dataclass(frozen=True, eq=False)
-class CacheWindow(OverPartOfCache):
+class CacheWindow(OverLessOfCache):
     """Runs another path drafter, whose draft steps attend to the `recent` latest tokens and the first few, the sinks.
 
     It bounds the bytes read at long contexts; the target attends to all tokens. As in StreamingLLM (Xiao et al., 2024,
     arXiv 2309.17453; sinks) and MagicDec (Sadhukhan et al., 2024, arXiv 2408.11049; drafts).
     """
-
-    needs_masks = "makes its masks itself, so that a draft cannot attend to a window"
 
     recent: int = 512
     sinks: int = SINKS
@@ -205,5 +195,5 @@ class CacheWindow(OverPartOfCache):
         before = self.draft_with.spelling
         return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
 
-    def part(self, view: CacheView) -> CacheView:
-        return replace(view, window=Window(self.recent, self.sinks))
+    def less(self, view: CacheView) -> CacheView:
+        return replace(_all_tokens(view), window=Window(self.recent, self.sinks))
