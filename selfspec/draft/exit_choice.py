@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
@@ -18,7 +18,6 @@ from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.rows_view import RowsView
 from selfspec.errors import DraftConfigError
-from selfspec.model.gated_view import compared_view
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.request import Behind, PassRequest, PassResult
 
@@ -180,11 +179,7 @@ class ExitTrial(Behind):
 
     def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
         rows, width = request.tokens.shape
-
-        def compared(model: nn.Module, adapter: Adapter) -> nn.Module:
-            return compared_view(model, adapter, self.exits)
-
-        result = run(replace(request, change=compared))
+        result = run(replace(request, exits=self.exits))
         # What exits say lies in further rows.
         columns: Tensor = result.logits.unflatten(0, (1 + len(self.exits), -1)).movedim(0, -2)
         probs = columns[:, : self.tokens].float().softmax(-1)

@@ -7,16 +7,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, Features, Point
 from selfspec.model.layer_path import LayerPath
-
-Change = Callable[[nn.Module, Adapter], nn.Module]
-"""Returns a view of a causal LM that is called like it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +27,7 @@ class PassRequest:
     taps: tuple[Point, ...] = ()  # points on the path whose states are kept
     tree: Tree | None = None  # the nodes of the block, which is opened for them; None: it is open
     behind: Behind | None = None  # nodes behind those of `tree` that are read, too; None: no such nodes
-    change: Change | None = None  # makes the view that runs, by the stock modules alone; None: no change
+    exits: tuple[int, ...] = ()  # exits whose logits come in further rows; then the stock modules run
     headless: bool = False  # True if it leaves keys, values and states, and no logits
 
     @property

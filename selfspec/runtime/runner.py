@@ -31,7 +31,7 @@ from selfspec.runtime.attention import AttentionShares, for_new_lengths
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.model_state import frozen_view, is_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors, beside_source, model_inputs, run_view
-from selfspec.runtime.request import Chain, ChainStep, Change, Draws, PassRequest, PassResult, Races, Runs
+from selfspec.runtime.request import Chain, ChainStep, Draws, PassRequest, PassResult, Races, Runs
 from selfspec.runtime.runtime import Eager, Function
 
 
@@ -182,15 +182,15 @@ class ModelRunner:
 
     def _run_stock(self, request: PassRequest) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
-        if request.change is not None:
-            return self._run_changed(request, request.change)
+        if request.exits:
+            return self._run_compared(request)
         inputs, base = self._inputs(request.tokens, request.first, request.path.view), self._base_of(request)
         if base is None and request.headless:
             inputs |= self._kept(1)
         return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
 
-    def _run_changed(self, request: PassRequest, change: Change) -> PassResult:
-        view = change(self._view(Runs(request.path)).module, self.adapter)
+    def _run_compared(self, request: PassRequest) -> PassResult:
+        view = compared_view(self._view(Runs(request.path)).module, self.adapter, request.exits)
         tap = FeatureTap(view, self.adapter, self._base, request.taps)
         logits = tap.module(**self._called_with(tap.module, request.tokens)).logits
         return PassResult(logits, None, tap.take())
@@ -274,7 +274,7 @@ class RecordedRunner(ModelRunner):
         width = request.width
         if not request.tokens.is_contiguous():
             request = replace(request, tokens=request.tokens.contiguous())
-        tensors = PassTensors.of(request, self.cache) if request.change is None else None
+        tensors = PassTensors.of(request, self.cache) if not request.exits else None
         if tensors is None or is_watched(request.tokens.device) or self._streams(request):
             return self._run_stock(request)
         kind = self._kind(request, tensors)
