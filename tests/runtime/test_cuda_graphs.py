@@ -230,7 +230,8 @@ def test_a_cache_is_free_when_its_generation_ends(llama: PreTrainedModel) -> Non
 @pytest.mark.parametrize("name", [*DRAFTS, "eagle"])
 def test_later_generations_capture_nothing(llama: PreTrainedModel, name: str, tmp_path: Path) -> None:
     runtime = StandIn(0, 64)
-    spec = wrapped(llama, runtime, DRAFTS.get(name) or parse_draft(f"eagle:{WRITERS['eagle1'](tmp_path, llama)}"))
+    draft = DRAFTS[name] if name in DRAFTS else parse_draft(f"eagle:{WRITERS['eagle1'](tmp_path, llama)}")
+    spec = wrapped(llama, runtime, draft)
 
     def captured(*lengths: int) -> int:
         before = sum(each.captured for each in runtime.recorders)
