@@ -6,6 +6,7 @@ import ipaddress
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -110,15 +111,11 @@ def serve(
     Every answer is what the model writes alone, whatever runs beside it. The log is JSON, one line a request, on
     stderr; /docs shows all endpoints. SIGTERM and Ctrl-C finish what runs.
     """
-    try:
-        import fastapi  # noqa: F401
-        import fastapi_offline  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedOptionError(
-            f"serving needs {error.name}, which is not installed; run: pip install 'selfspec[serve]'"
-        ) from error
+    for library in ("fastapi", "fastapi_offline", "prometheus_client", "uvicorn"):
+        if find_spec(library) is None:
+            raise UnsupportedOptionError(
+                f"serving needs {library}, which is not installed; run: pip install 'selfspec[serve]'"
+            )
     if address.api_key == "":
         raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
     if address.api_key is not None and not (
@@ -164,7 +161,7 @@ def serve(
             log_text=log_text,
             aliases=address.alias or (),
         )
-        local = _is_local(address.host)
+        local = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
         # A proxy keeps the name that it was asked by, and a page does not know the key.
         open_here = local and address.api_key is None
         hosts = ["localhost", "127.0.0.1", "[::1]", address.host] if open_here else ["*"]
@@ -187,10 +184,3 @@ def serve(
 
         run(app, served, bound, bounds.stop_seconds, ready)
     return None
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -21,7 +21,6 @@ from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round, ScoreRecords, Stats
 from selfspec.decode.request import read_request
 from selfspec.decode.stopping import Sequences
-from selfspec.draft import Drafter
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.identity import vocabulary_size
@@ -83,12 +82,6 @@ class RowRecords(ScoreRecords):
 
 
 @dataclass(frozen=True)
-class _Drafting:
-    drafter: Drafter | None
-    controller: ControllerByLoad
-
-
-@dataclass(frozen=True)
 class CacheSizes:
     """Bytes that the cache of a model takes."""
 
@@ -116,11 +109,9 @@ class RowDecoder:
                 f"model without cache={limits.cache!r}"
             )
         self._target = target
-        self._drafting = {
-            greedy: _Drafting(
-                each.drafter,
-                ControllerByLoad(each.controller, LoadGate() if each.yields_to_load else None, each.most_rows),
-            )
+        self._drafting = rows.drafting
+        self._controllers = {
+            greedy: ControllerByLoad(each.controller, LoadGate() if each.yields_to_load else None, each.most_rows)
             for greedy, each in rows.drafting.items()
         }
         self._rule, self._check = rows.rule, rows.check
@@ -224,7 +215,7 @@ class RowDecoder:
             cache=cache,
             groups=[row],
             noise=row.noise,
-            controller=self._drafting[row.sampling.greedy].controller,
+            controller=self._controllers[row.sampling.greedy],
             last_tokens=torch.tensor([text[-1:]], dtype=torch.long, device=self._device),
             memories=self._target.memories,
             programs=self._target.programs,
@@ -249,16 +240,17 @@ class RowDecoder:
     def round(self, batch: Batch) -> Round:
         """Run a round of a batch with room for it, and return the tokens that each row committed."""
         greedy = sum(group.sampling.greedy for group in batch.groups)
-        drafting = self._drafting[2 * greedy >= len(batch.groups)]
-        batch.controller = drafting.controller
-        drafting.controller.predicts = any(any(group.predictions) for group in batch.groups)
+        mostly = 2 * greedy >= len(batch.groups)
+        drafter, controller = self._drafting[mostly].drafter, self._controllers[mostly]
+        batch.controller = controller
+        controller.predicts = any(any(group.predictions) for group in batch.groups)
         rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
         drafted, began = self.stats.drafted, time.perf_counter()
-        proposer = None if drafting.drafter is None else batch.proposers[id(drafting.drafter)]
+        proposer = None if drafter is None else batch.proposers[id(drafter)]
         committed = run_round(batch, proposer, rule, self.stats, self._clock)
         tokens = sum(len(row.tokens) for row in committed.rows)
         self.plain_rounds += self.stats.drafted == drafted
-        drafting.controller.timed(len(committed.rows), tokens, time.perf_counter() - began)
+        controller.timed(len(committed.rows), tokens, time.perf_counter() - began)
         return committed
 
     @torch.no_grad()

@@ -108,35 +108,27 @@ class ChatTemplate:
 
     def writer(self, tools: bool) -> TemplateSource:
         """Return the template that writes what has tools, or has none."""
-        return self._calling if tools else self._plain
+        return self._writers[tools]
 
     @cached_property
-    def _plain(self) -> TemplateSource:
-        named = self._named
+    def _writers(self) -> Mapping[bool, TemplateSource]:
+        found = self.source or self.tokenizer.chat_template
+        named = found if isinstance(found, dict) else {"default": found}
         if "default" not in named:
             names = ", ".join(sorted(named))
             raise PromptError(f"it has templates named {names}, and none 'default'; give one with --template FILE")
-        return TemplateSource(self.tokenizer, named["default"])
-
-    @cached_property
-    def _calling(self) -> TemplateSource:
-        found = self._named.get("tool_use")
-        return self._plain if found is None else TemplateSource(self.tokenizer, found)
-
-    @property
-    def _named(self) -> Mapping[str, str]:
-        found = self.source or self.tokenizer.chat_template
-        return found if isinstance(found, dict) else {"default": str(found)}
+        plain = TemplateSource(self.tokenizer, named["default"])
+        return {False: plain, True: TemplateSource(self.tokenizer, named["tool_use"]) if "tool_use" in named else plain}
 
     @property
     def calls(self) -> CallFormat | ResponseFormat | None:
         """How the model writes calls; None: in a way that is not known."""
-        return self._calling.calls
+        return self.writer(True).calls
 
     @cached_property
     def reads(self) -> CallFormat | ResponseFormat | None:
         """How calls are found in answers: as the template writes them, or as the tokenizer's response template says."""
-        return self.calls if self._own is None or (self._calling.arguments and self.calls) else self._own
+        return self.calls if self._own is None or (self.writer(True).arguments and self.calls) else self._own
 
     @cached_property
     def _own(self) -> ResponseFormat | None:
