@@ -810,7 +810,7 @@ CATALOGUE = (
         "self.in_features // _1", "self.in_features", ("test_floats_of_8_bits_are_numbers_of_torch",)),
     # Chat templates and calls of tools.
     Mutation("formats are taken without reading what the template writes", "_reads",
-        "any(_1 == _2 for calls in reads)", "True", ("test_calls_of_published_shapes", "test_formats")),
+        "[(_NAME, _ARGUMENTS)] in ended", "True", ("test_calls_of_published_shapes", "test_formats")),
     Mutation("a message is taken for read where a template writes anything", "TemplateSource._reading",
         '_SAID in (text or "").lower()', "text is not None", ("test_call_formats.py",)),
 )
