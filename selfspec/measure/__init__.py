@@ -1,1 +1,1 @@
-"""Measure each thing once, for all tools: costs, acceptance, memory, time, texts, prompts, intervals."""
+"""Measure each thing once, for all tools: costs, acceptance, time, texts, prompts, intervals."""
