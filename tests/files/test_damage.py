@@ -136,7 +136,7 @@ def _read_run(file: Path) -> object:
 
 def _read_training(file: Path) -> object:
     RunFolder(file.parent).begin({"rate": 0.25, "steps": 12})
-    return json.loads(file.read_text())
+    return json.loads(file.read_text())["settings"]
 
 
 KINDS: dict[str, Kind] = {
