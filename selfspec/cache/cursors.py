@@ -173,7 +173,8 @@ class Cursors:
         Scrap past the limit gets the last position: a table of learned positions has no more.
         """
         slots, block = self.slots(width, first), self.block(width, first)
-        positions = slots if block is None else block.positions(slots)
+        # A view: recorded passes tell their tensors apart by identity.
+        positions = slots[:] if block is None else block.positions(slots)
         return positions if max(self.seq_lens) + first + width < self.limit else positions.clamp(max=self.limit - 1)
 
     def position_ids(self, width: int, first: int = -1) -> Tensor:

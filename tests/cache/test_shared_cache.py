@@ -77,6 +77,21 @@ def test_moving_the_cursors_does_no_tensor_operation(llama: PreTrainedModel) -> 
         assert layer.values is values
 
 
+def test_the_tensors_of_a_pass_are_different_objects(llama: PreTrainedModel) -> None:
+    # A recorded pass knows them by identity: slots and position ids are equal in most passes, and not in all.
+    cache = SharedCache(tiny.DEPTH, 2, limit=100, slack=4, device=CPU)
+    cache.cursors.reserve(30)
+    with torch.no_grad():
+        ModelRunner(llama, ADAPTERS["llama"], cache).run(PassRequest(LayerPath.full(tiny.DEPTH), tiny.prompt(20, 2)))
+    for committed in ([5, 5], [2, 0]):
+        cache.commit(committed)
+        for width in (1, 3):
+            slots = cache.slots(width)
+            assert slots is not None
+            tensors = [slots.slot_mapping, slots.positions, slots.visible, *slots.buffers]
+            assert len({id(tensor) for tensor in tensors}) == len(tensors)
+
+
 # Room.
 
 

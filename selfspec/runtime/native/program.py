@@ -204,10 +204,11 @@ class _Program:
         self._memories.append(memory)
 
 
-def _places(flat: Sequence[Tensor], some: Iterable[Tensor | None]) -> list[int]:
-    """Return the indices of some tensors of a call among all of them; -1 for None."""
-    place = {id(tensor): place for place, tensor in enumerate(flat)}
-    return [-1 if each is None else place[id(each)] for each in some]
+def _places(flat: Sequence[Tensor], some: Sequence[Tensor | None]) -> list[int]:
+    """Return the indices of some tensors of a call among all of them, where each is once; -1 for None."""
+    ids = [id(tensor) for tensor in flat]
+    assert all(each is None or ids.count(id(each)) == 1 for each in some)
+    return [-1 if each is None else ids.index(id(each)) for each in some]
 
 
 def with_waits(operations: Iterable[Operation]) -> list[Operation | None]:
