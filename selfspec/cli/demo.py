@@ -155,10 +155,12 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     greedy, sampled = (Cell(DEMO, temperature, 1, longest, new) for temperature in (0.0, runs.temperature))
     screen.say(f"Now {len(arms)} ways to decode, in turns, on {len(prompts)} such texts of {new} tokens ...", "")
     with progress_bar("measuring") as bar:
-        task, begun = bar.add_task("", total=max(until - time.perf_counter(), 0.1)), time.perf_counter()
+        begun = time.perf_counter()
+        length = max(until - begun, 0.1)
+        task = bar.add_task("", total=length)
 
-        def tick() -> None:
-            bar.update(task, completed=time.perf_counter() - begun)
+        def tick(_: int) -> None:
+            bar.update(task, completed=min(time.perf_counter() - begun, length))
 
         asked = [Prompts.of_one_length(prompt) for prompt in prompts]
         for arm in arms:

@@ -147,7 +147,7 @@ def _lines(verb: str, progress: Progress) -> Iterator[None]:
                 counted = f"{task.completed:.0f} of {task.total:.0f}" if (task.total or 0) > 1 else ""
                 what = ", ".join(dict.fromkeys(each for each in (counted, task.description) if each))
                 said = f"{verb}: {what or 'getting ready'}; {time.monotonic() - began:.0f} s"
-                if task.total and task.completed and task.elapsed:
+                if task.total and 0 < task.completed < task.total and task.elapsed:
                     left = task.elapsed / task.completed * (task.total - task.completed)
                     said += f", about {left:.0f} s left"
                 print(said, file=sys.stderr, flush=True)

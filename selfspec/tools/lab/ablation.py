@@ -210,7 +210,7 @@ class StudyOfModel:
         def generated(some: Sequence[Run]) -> list[list[Row]]:
             texts = texts_of(self.runs[text], studied.model.device)
             arms = [make_arm(spec, studied.model, studied.given) for spec in specs]
-            results = measure(studied.model, cell, arms, prompts, 1, 1, lambda: None)
+            results = measure(studied.model, cell, arms, prompts, 1, 1, lambda _: None)
             # Sampled texts need not be those of the stock model.
             greedy = None if cell.sampled else [[each.ids[0, each.prompt :].tolist()] for each in texts]
             found = [arm_rows(result, prompts, studied.tokenizer, expected=greedy) for result in results]

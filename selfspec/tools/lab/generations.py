@@ -287,7 +287,7 @@ def measure(
     prompts: Sequence[Prompts],
     repeats: int,
     warm_up: int,
-    tick: Callable[[], None],
+    tick: Callable[[int], None],
     *,
     seed: int = 0,
     until: float = math.inf,
@@ -297,8 +297,8 @@ def measure(
 
     Every arm first decodes every batch `warm_up` times untimed, so that passes are compiled or recorded when it is
     timed. Then each batch is decoded by one arm after the other, beginning with another one from batch to batch. Draws
-    are seeded by repeat and batch, on from `seed`. `tick` is called before every call, at most
-    `len(arms) * len(prompts) * (warm_up + repeats)` times.
+    are seeded by repeat and batch, on from `seed`. `tick` is called with 1 before every call, at most
+    `len(arms) * len(prompts) * (warm_up + repeats)` times, and with 0 before texts are compared.
 
     By the clock no turn of all arms begins that would end later than `until`, but for the first; so the last repeat may
     have fewer calls than there are prompts.
@@ -315,22 +315,23 @@ def measure(
         if turn and started + longest > until:
             break
         for result in beginning_with(running, repeat + number):
-            tick()
+            tick(1)
             if number == 0:
                 result.calls.append([])
             result.calls[-1].append(result.arm.decode(prompts[number], cell, seed=seed + turn))
         longest = max(longest, clock() - started)
     if not cell.sampled and running and running[0].arm.spec.kind == "generate":
+        tick(0)
         for result in running:
             result.refused = differ(model, _pairs(running[0], result, prompts))
     return results
 
 
-def _warmed_up(arm: Arm, prompts: Sequence[Prompts], cell: Cell, times: int, tick: Callable[[], None]) -> str | None:
+def _warmed_up(arm: Arm, prompts: Sequence[Prompts], cell: Cell, times: int, tick: Callable[[int], None]) -> str | None:
     """Decode untimed; what keeps an arm of `transformers` from it is a reason not to have it, and no more."""
     try:
         for warm_up, batch in product(range(times), prompts):
-            tick()
+            tick(1)
             arm.decode(batch, cell, seed=_WARM_UP_SEED + warm_up)
     except Exception as error:
         if arm.spec.own or arm.spec.kind == "generate":

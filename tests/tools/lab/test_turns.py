@@ -35,11 +35,11 @@ def prompts(batch: int = 1, calls: int = 2) -> list[Prompts]:
 
 
 def measured(model: PreTrainedModel, cell: Cell, specs: list[ArmSpec] = SPECS, repeats: int = 2) -> list[Any]:
-    ticks: list[None] = []
+    ticks: list[int] = []
     given = prompts(cell.batch)
     arms = [make_arm(spec, model) for spec in specs]
-    found = measure(model, cell, arms, given, repeats, 1, lambda: ticks.append(None))
-    assert len(ticks) <= len(arms) * len(given) * (1 + repeats)
+    found = measure(model, cell, arms, given, repeats, 1, ticks.append)
+    assert sum(ticks) <= len(arms) * len(given) * (1 + repeats)
     return found
 
 
@@ -110,7 +110,7 @@ class Broken(StockArm):
 
 def test_an_arm_that_slips_is_refused_and_one_that_raises_is_absent_or_ends_it(llama: PreTrainedModel) -> None:
     def beside_stock(arm: Arm) -> Any:
-        return measure(llama, GREEDY, [make_arm(ArmSpec("generate"), llama), arm], prompts(), 1, 1, lambda: None)[1]
+        return measure(llama, GREEDY, [make_arm(ArmSpec("generate"), llama), arm], prompts(), 1, 1, lambda _: None)[1]
 
     assert beside_stock(Slip(ArmSpec("lookup"), llama)).refused is True
     assert beside_stock(Broken(ArmSpec("early-exit"), llama)).absence == "IndexError: no such layer"
@@ -171,7 +171,7 @@ class FakeArm:
 
 
 def raced(arms: list[FakeArm], until: float, cell: Cell = RACED, model: Any = None) -> list[ArmRun]:
-    return measure(model, cell, arms, PROMPTS, ENDLESS, 0, lambda: None, until=until, clock=arms[0].clock)
+    return measure(model, cell, arms, PROMPTS, ENDLESS, 0, lambda _: None, until=until, clock=arms[0].clock)
 
 
 def turns_of(found: list[ArmRun]) -> set[int]:
@@ -238,7 +238,7 @@ def test_whole_prompts_of_several_lengths_are_one_batch_and_end_where_the_model_
     cell, asked = Cell("w", 0.0, 2, None, 12), [Prompts.padded(rows)]
     assert asked[0].rows == [row[0].tolist() for row in rows]
     specs = [ArmSpec("generate"), ArmSpec("plain"), ArmSpec("draft", "exit:2", length=3)]
-    every: list[Any] = measure(model, cell, [make_arm(spec, model) for spec in specs], asked, 1, 1, lambda: None)
+    every: list[Any] = measure(model, cell, [make_arm(spec, model) for spec in specs], asked, 1, 1, lambda _: None)
     for found in every:
         assert found.calls[0][0].rows == ended
         assert found.refused is False
