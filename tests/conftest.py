@@ -40,7 +40,9 @@ TIERS_OF_SOME_CASES = {"statistical", "tools", "accelerator"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", action="store_true", help="run every test on selfspec's CPU kernels")
-    parser.addoption("--share", type=int, default=1, metavar="N", help="one in N cases of `contract`, others each seed")
+    parser.addoption(
+        "--share", type=int, default=1, metavar="N", help="one in N cases of `contract` and `statistical`, by seed"
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -88,10 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_a_share(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave one in `--share` cases of the contract, drawn by the seed of the random order; all of the rest."""
+    """Leave one in `--share` cases of the longest tiers, drawn by the seed of the random order; all of the rest."""
     share, seed = config.getoption("share"), config.getoption("randomly_seed", 0)
     left = {item for item in items if zlib.crc32(f"{seed} {item.nodeid}".encode()) % share}
-    left = {item for item in left if item.get_closest_marker("contract")}
+    left = {item for item in left if any(map(item.get_closest_marker, ("contract", "statistical")))}
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
 
