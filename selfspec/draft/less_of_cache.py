@@ -31,7 +31,7 @@ class OverLessOfCache(AroundLayerPath):
 
     @abstractmethod
     def less(self, view: CacheView) -> CacheView:
-        """Return what is read of a view; raise DraftConfigError if less than the whole was to be read in this way."""
+        """Narrow a view of the cache; raise DraftConfigError if it is narrowed in this way already."""
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverLessOfCache:

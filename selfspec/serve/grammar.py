@@ -194,7 +194,7 @@ def _definition(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 Wanted = Mapping[str, Any] | str | CallGrammar
-"""What an answer has to fit: a JSON schema, a regular expression, or calls of tools."""
+"""A JSON schema, a regular expression, or calls of tools: what restricts an answer."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _NO_CONTEXT = 1 << 20
 
 
 def token_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> list[TokenLogprobs]:
-    """Return what is told of tokens, `[places]`, and of the `top` likeliest, by log-probabilities `[places, vocab]`.
+    """Read the values of tokens, `[places]`, and of the `top` likeliest, off log-probabilities `[places, vocab]`.
 
     A token that the model reads and its head cannot write has a log-probability of -inf.
     """

@@ -128,7 +128,7 @@ class JsonSchema(Strict):
 
 
 class AnswerFormat(Strict):
-    """What an answer fits: any text, any JSON object, a schema, or a regular expression that matches it as a whole."""
+    """Restricts an answer: to any JSON object, a schema, or a regular expression that matches all of it; or not."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -262,7 +262,7 @@ class GenerationFields(Hints):
 
     @property
     def wanted(self) -> dict[str, Any] | str | None:
-        """What the answer has to fit: a JSON schema, or a regular expression; None: any text."""
+        """The JSON schema or the regular expression that restricts the answer; None: any text."""
         form = self.response_format
         if form is None or form.type == "text":
             return None

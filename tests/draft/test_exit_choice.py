@@ -50,7 +50,7 @@ def verdict(paths: Sequence[list[int] | None]) -> Verdict:
 def learnt(
     model: PreTrainedModel, draft: ChosenExit, chances: Tensor, paths: Sequence[list[int] | None]
 ) -> ChosenExitProposer:
-    """What drafts after trials that all said the same."""
+    """Return the proposer after trials that all said the same."""
     rows: Any = SimpleNamespace(
         runner=SimpleNamespace(depth=tiny.DEPTH, model=model),
         running=list(range(len(paths))),
