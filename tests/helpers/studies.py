@@ -79,7 +79,7 @@ class Guess(Stateless):
 
 
 class Notes:
-    """Notes the steps of work, and interrupts it at one."""
+    """Notes the steps of work, and interrupts it at one that counts."""
 
     def __init__(self, interrupted_at: int = 99) -> None:
         self.steps: list[str] = []
@@ -90,7 +90,7 @@ class Notes:
         self.expected = steps
 
     def step(self, what: str, steps: int = 1) -> None:
-        if len(self.steps) >= self._interrupted_at:
+        if steps and len(self.steps) >= self._interrupted_at:
             raise KeyboardInterrupt
         self.steps += [what] * steps
 
