@@ -174,6 +174,9 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
             # Proposers that did not draft this round learn, too.
             for each in batch.proposers.values():
                 each.learn(batch, draft, target, verdict)
+            for row, found in verdict.rows.items():
+                if (prediction := batch.prediction(row)) is not None:
+                    prediction.learn(found)
         finally:
             # Processors with memory have seen the tokens, so commit even if learning fails.
             committed = commit(batch, draft, verdict)

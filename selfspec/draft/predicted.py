@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from selfspec.draft.draft import Budget, Draft, Verdict
+from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import PREDICTED, Drafter, FreeProposer
+from selfspec.draft.prediction import LONGEST
 from selfspec.draft.rows_view import RowsView, chains
-from selfspec.runtime.request import PassResult
-
-# The most tokens of a draft.
-_LONGEST = 64
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Predicted(Drafter):
 
 
 class PredictionProposer(FreeProposer):
-    """Copies from predictions; what it knows of a row is in the row's prediction."""
+    """Copies from predictions, which learn from a round by themselves: a batch may have several such proposers."""
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose a chain; none if no unfinished row is in its prediction, or too few rows are for it to pay."""
@@ -38,16 +35,10 @@ class PredictionProposer(FreeProposer):
             return rows.no_draft()
         numbered = list(zip(rows.running, found, strict=True))
         paced = [bool(tokens) for row, tokens in numbered if row in rows.pacing]
-        most = rows.controller.predicted_length(sum(paced) / len(paced), min(_LONGEST, rows.draft_slots))
+        most = rows.controller.predicted_length(sum(paced) / len(paced), min(LONGEST, rows.draft_slots))
         for row, tokens in numbered:
             del tokens[most:]
             prediction = rows.prediction(row)
             if prediction is not None:
                 prediction.propose(tokens)
         return chains(rows, found, match_length=PREDICTED)
-
-    def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        for row, found in verdict.rows.items():
-            prediction = rows.prediction(row)
-            if prediction is not None:
-                prediction.learn(found, _LONGEST)

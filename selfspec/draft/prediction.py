@@ -19,19 +19,26 @@ PredictedText = str | Sequence[int] | Tensor
 AnyPrediction = PredictedText | Sequence[PredictedText | None] | None
 """A prediction for all prompts, or one for each (None: nothing)."""
 
+LONGEST = 64
+"""The most tokens of a draft out of a prediction."""
+
 # Tokens drafted at first and after a rejection; accepted drafts double them.
 _FIRST = 8
 # A draft pays if one of so many tokens is accepted, and after one that does not, the text must agree for longer.
 _PAYS, _LONGEST_WAIT = 8, 64
-# Tokens of the text's end by which its place in the prediction is found again: the longest match of at least two.
-_FEWEST, _MOST = 2, 16
+# Tokens since the text left its prediction by which its place is found again: the longest match of at least two, or of
+# one a few tokens behind the place where it left, as after a word that is another one.
+_FEWEST, _MOST, _NEAR = 2, 16, 4
+# Tokens that must agree behind a place that was found: fewer may do so by chance.
+_SURE = 4
 
 
 class Prediction:
     """Holds the predicted tokens of one row's new text, and the place that the text has reached in them.
 
-    Where the text departs from the prediction, its place is found again by the longest match of its end, the nearest to
-    the place of departure. After a draft that did not pay, more tokens must agree before the next one. Rows keep their
+    Where the text leaves the prediction, its place is found again by the longest match of what it says from there on:
+    the next one behind the place where it left, else the nearest before it. Edits go on in the order of the text, and
+    code repeats itself. After a draft that did not pay, more tokens must agree before the next one. Rows keep their
     predictions when they join or leave a batch.
 
     Attributes:
@@ -44,8 +51,8 @@ class Prediction:
         self._matched = self._needed = 0  # tokens before the place that agree, and that have to for a draft
         self._tokens = np.asarray(tokens, dtype=np.int64)
         self._place: int | None = 0
-        self._left_at = 0
-        self._end: list[int] = []
+        self._left_at = self._agreed = 0  # where the text left, and tokens that agreed since its place was found
+        self._since: list[int] = []
         self._length = _FIRST
         self._proposed: Sequence[int] = ()
 
@@ -60,7 +67,7 @@ class Prediction:
         """Remember the draft of a round, to learn from its verdict."""
         self._proposed = tokens
 
-    def learn(self, verdict: RowVerdict, longest: int) -> None:
+    def learn(self, verdict: RowVerdict, longest: int = LONGEST) -> None:
         """Follow the tokens that a round commits; a draft that was accepted whole is doubled, up to `longest`."""
         proposed, self._proposed = self._proposed, ()
         # Another draft may have been taken.
@@ -73,28 +80,32 @@ class Prediction:
         for token in verdict.tokens:
             place = self._place
             if place is not None and place < len(self._tokens) and self._tokens[place] == token:
-                self._place, self._matched = place + 1, self._matched + 1
+                self._place, self._matched, self._agreed = place + 1, self._matched + 1, self._agreed + 1
             elif place is not None:
-                self._place, self._left_at, self._matched = None, place, 0
-        self._end = [*self._end, *verdict.tokens][-_MOST:]
+                if self._agreed >= _SURE:
+                    self._left_at, self._since = place, []
+                self._place, self._matched = None, 0
+            self._since = [*self._since, token][-_MOST:]
         if self._place is None:
             self._find()
 
     def _find(self) -> None:
-        """Find the place behind the longest match of the text's end, the nearest to where the text left."""
-        tokens, end = self._tokens, self._end
-        places = np.flatnonzero(tokens[:-1] == end[-1]) + 1
-        length = 1
+        """Find the place behind the longest match of what the text says since it left."""
+        tokens, since = self._tokens, self._since
+        places = np.flatnonzero(tokens[:-1] == since[-1]) + 1
+        length = 0
         while len(places):
+            length += 1
             best, self._matched = places, length
-            if length == len(end):
+            if length == len(since):
                 break
             places = places[places > length]
-            places = places[tokens[places - 1 - length] == end[-1 - length]]
-            length += 1
-        if self._matched >= _FEWEST:
-            # Of two as near, the later: texts go on.
-            self._place = int(min(best.tolist(), key=lambda place: (abs(place - self._left_at), -place)))
+            places = places[tokens[places - 1 - length] == since[-1 - length]]
+        if not length:
+            return
+        place = min(best.tolist(), key=lambda place: (place <= self._left_at, abs(place - self._left_at)))
+        if self._matched >= _FEWEST or (len(since) > 1 and 0 < place - self._left_at <= _NEAR):
+            self._place, self._agreed = int(place), 0
 
 
 def read_predictions(

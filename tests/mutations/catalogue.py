@@ -646,10 +646,14 @@ CATALOGUE = (
     Mutation("rows that join: a round that fails ends all its rows", "Scheduler._find_failing",
         "alone = len(entries) == 1", "alone = True", ("test_a_row_that_fails_in_any_step_ends_alone",)),
     Mutation("rows that join: what processors with memory were shown is lost where learning fails", "run_round",
-        "try:\n    for each in _1:\n        each.learn(batch, draft, target, verdict)\n"
+        "try:\n    for each in _1:\n        each.learn(batch, draft, target, verdict)\n    for row, found in _2:\n"
+        "        if (prediction := batch.prediction(row)) is not None:\n            prediction.learn(found)\n"
         "finally:\n    committed = commit(batch, draft, verdict)",
         "for each in _1:\n    each.learn(batch, draft, target, verdict)\ncommitted = commit(batch, draft, verdict)",
         ("test_a_row_that_fails_in_any_step_ends_alone",)),
+    Mutation("rows that join: a prediction learns from a round twice", "run_round",
+        "prediction.learn(found)", "[prediction.learn(found) for _ in batch.proposers]",
+        ("test_a_prediction_saves_as_many_rounds_as_in_generate",)),
     Mutation("rows that join: rows of which none fails alone are tried for ever", "Scheduler._find_failing",
         "self._unexplained <= _UNEXPLAINED", "True",
         ("test_rows_of_which_none_fails_alone_go_on_for_a_few_rounds_and_then_end",)),

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -532,3 +533,17 @@ def test_predictions_draft_at_any_load_and_change_no_row(model: PreTrainedModel,
     assert last.predicted > 20
     assert 0 < last.mispredicted < 30
     assert engine.scheduler.stats().rounds - before < before
+
+
+def test_a_prediction_saves_as_many_rounds_as_in_generate(model: PreTrainedModel) -> None:
+    spec, row = selfspec.wrap(model), asked(4, 80)
+    ids = torch.tensor([row.input_ids])
+    options: dict[str, Any] = {"max_new_tokens": 80, **GREEDY}
+    text = spec.generate(ids, **options).sequences[0, 4:].tolist()
+    predicted = (*text[:20], 3, 4, 5, *text[20:40], *text[43:])
+    out = spec.generate(ids, prediction=predicted, **options)
+    engine = Stepped(spec, 1)
+    seen = engine.submit(replace(row, prediction=predicted))
+    engine.run()
+    assert seen.tokens == text
+    assert engine.scheduler.stats().rounds == out.stats.rounds < 30
