@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,35 +55,32 @@ class Estimate:
         return cls(statistics.median(ordered), ordered[rank - 1], ordered[number - rank], confidence, number)
 
     @classmethod
-    def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
-        """Estimate sum(parts) / sum(wholes), with a 95 % interval by Student's t over a jackknife of the pairs.
+    def of_mean(cls, sums: Sequence[float], counts: Sequence[float]) -> Estimate:
+        """Estimate sum(sums) / sum(counts), with a 95 % interval by Student's t over a jackknife of the texts.
 
-        Pairs must be independent: sequences or prompts, not positions. Wholes are positive. Each pair is left out once,
-        and the spread of the ratios without it is that of the estimate (Tukey, 1958), with n - 1 degrees of freedom. A
-        single pair has no interval.
+        Pairs are those of texts, which must be independent: sequences or prompts, not positions. Counts are positive.
+        Each text is left out once, and the spread of the means without it is that of the estimate (Tukey, 1958), with
+        n - 1 degrees of freedom. A single text has no interval.
         """
-        from scipy.stats import t
+        return _jackknifed(sums, counts, np.asarray)
 
-        if not parts or len(parts) != len(wholes):
-            raise ValueError(f"a ratio needs samples in pairs, got {len(parts)} parts and {len(wholes)} wholes")
-        drawn, of, number = np.asarray(parts, float), np.asarray(wholes, float), len(parts)
-        value = float(drawn.sum() / of.sum())
-        if number == 1:
-            return cls(value, value, value, n=1)
-        without = (drawn.sum() - drawn) / (of.sum() - of)
-        spread = float(t.ppf(0.975, number - 1) * np.sqrt((number - 1) * np.var(without)))
-        return cls(value, value - spread, value + spread, 0.95, number)
+    @classmethod
+    def of_ratio(cls, parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
+        """Estimate sum(parts) / sum(wholes) of positive numbers, as `of_mean` does its logarithm: no end is below 0."""
+        if min([*parts, *wholes], default=1.0) <= 0:
+            raise ValueError("a ratio is of positive numbers")
+        return _jackknifed(parts, wholes, np.log).exp()
 
     @classmethod
     def of_rate(cls, successes: Sequence[float], trials: Sequence[float]) -> Estimate | None:
-        """Estimate a share from the counts of several texts, as `of_ratio` does but within 0 and 1; None of no trial.
+        """Estimate a share from the counts of several texts, as `of_mean` does but within 0 and 1; None of no trial.
 
         Where all texts agree, their spread says nothing, and the interval is Wilson's for their counts together.
         """
         pairs = [pair for pair in zip(successes, trials, strict=True) if pair[1] > 0]
         if not pairs:
             return None
-        found = cls.of_ratio(*map(list, zip(*pairs, strict=True)))
+        found = cls.of_mean(*map(list, zip(*pairs, strict=True)))
         if len(pairs) > 1 and found.high - found.low < _NO_WIDTH:
             found = replace(cls.of_share(*map(sum, zip(*pairs, strict=True))) or found, n=len(pairs))
         return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
@@ -96,6 +95,10 @@ class Estimate:
         share, number = min(max(successes / trials, 0.0), 1.0), max(round(trials), 1)
         ends = binomtest(round(share * number), number).proportion_ci(0.95, method="wilson")
         return cls(share, min(share, float(ends.low)), max(share, float(ends.high)), 0.95)
+
+    def exp(self) -> Estimate:
+        """Return the estimate of a quantity whose logarithm this is."""
+        return replace(self, value=math.exp(self.value), low=math.exp(self.low), high=math.exp(self.high))
 
     def doubt(self, tokens_a_pass: float) -> str | None:
         """Say why a speed-up cannot be, as it is more than tokens a pass allow and noise explains; None: it can."""
@@ -115,6 +118,21 @@ class Estimate:
     def to_dict(self) -> dict[str, float]:
         """Return everything, ready for JSON."""
         return asdict(self)
+
+
+def _jackknifed(parts: Sequence[float], wholes: Sequence[float], scale: Callable[[Any], Any]) -> Estimate:
+    """Estimate `scale` of sum(parts) / sum(wholes), on that scale."""
+    from scipy.stats import t
+
+    if not parts or len(parts) != len(wholes):
+        raise ValueError(f"a ratio needs samples in pairs, got {len(parts)} parts and {len(wholes)} wholes")
+    drawn, of, number = np.asarray(parts, float), np.asarray(wholes, float), len(parts)
+    value = float(scale(drawn.sum() / of.sum()))
+    if number == 1:
+        return Estimate(value, value, value, n=1)
+    without = scale((drawn.sum() - drawn) / (of.sum() - of))
+    spread = float(t.ppf(0.975, number - 1) * np.sqrt((number - 1) * np.var(without)))
+    return Estimate(value, value - spread, value + spread, 0.95, number)
 
 
 def holm_rejects(p_values: Sequence[float], level: float) -> list[bool]:

@@ -397,7 +397,7 @@ def first_steps(
 def acceptance_rate(figures: Sequence[TeacherForcedFigures]) -> Estimate:
     """Estimate the acceptance rate of the first token of drafts over texts: the mean of 1 - TV(p, q), or agreement."""
     overlaps = [each.overlap[0] for each in figures]
-    return Estimate.of_ratio([float(each.sum()) for each in overlaps], [len(each) for each in overlaps])
+    return Estimate.of_mean([float(each.sum()) for each in overlaps], [len(each) for each in overlaps])
 
 
 def _draft_logits(

@@ -92,8 +92,20 @@ def test_one_sample_says_that_it_knows_nothing_and_none_is_refused() -> None:
     with pytest.raises(ValueError, match="in pairs"):
         Estimate.of_ratio([], [])
     with pytest.raises(ValueError, match="in pairs"):
-        Estimate.of_ratio([1.0], [1.0, 2.0])
+        Estimate.of_mean([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="positive"):
+        Estimate.of_ratio([1.0, 0.0], [1.0, 2.0])
     assert Estimate.of_share(0, 0) is None
+
+
+@pytest.mark.parametrize("times", [[1.0, 9.0], [1.0, 2.0, 9.0], [0.5, 40.0, 2.0, 1.0]], ids=str)
+def test_no_interval_of_a_ratio_of_times_ends_below_nothing(times: list[float]) -> None:
+    ones = [1.0] * len(times)
+    found, back = Estimate.of_ratio(times, ones), Estimate.of_ratio(ones, times)
+    assert 0 < found.low < found.value < found.high
+    assert found.value == pytest.approx(sum(times) / len(times))
+    # So many times as fast, or as slow, is one statement.
+    assert [1 / back.high, 1 / back.low] == pytest.approx([found.low, found.high])
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=60))
@@ -130,14 +142,18 @@ def test_intervals_over_few_texts_cover_the_truth(number: int, texts: tuple[int,
         return accepted, judged, rounds
 
     accepted, judged, rounds = counts(1_000_000)
-    truths = accepted.sum() / judged.sum(), 1 + accepted.sum() / rounds.sum()
-    held = np.zeros(2)
+    truths = accepted.sum() / judged.sum(), 1 + accepted.sum() / rounds.sum(), 1.5
+    held = np.zeros(3)
     for _ in range(_DRAWN):
         accepted, judged, rounds = (each.astype(float) for each in counts(number))
         rate = Estimate.of_rate(accepted.tolist(), judged.tolist())
         length = Estimate.of_ratio((accepted + rounds).tolist(), rounds.tolist())
+        # Times of texts of these lengths, in which a draft gains more of some than of others.
+        plain = accepted + rounds
+        own = plain / 1.5 * draws.gamma(25, 1 / 25, number)
+        speedup = Estimate.of_ratio(plain.tolist(), own.tolist())
         assert rate is not None
-        found = zip((rate, length), truths, strict=True)
+        found = zip((rate, length, speedup), truths, strict=True)
         held += [each.low <= truth <= each.high for each, truth in found]
     assert (held / _DRAWN > 0.92 - _ERROR).all(), held / _DRAWN
     assert (held / _DRAWN < 0.98).all(), held / _DRAWN

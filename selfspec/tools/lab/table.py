@@ -215,13 +215,13 @@ def _ratio(other: Any, own: Any) -> Estimate:
 def _quality(calls: DataFrame, plain: DataFrame | None) -> Row:
     """Return the perplexity of texts under the model, and the ratio to that of plain decoding's texts."""
     nats, tokens = _by_text(calls)
-    found = spread("perplexity", _exp(Estimate.of_ratio(nats.tolist(), tokens.tolist())))
+    found = spread("perplexity", Estimate.of_mean(nats.tolist(), tokens.tolist()).exp())
     if plain is None or plain is calls or "nats" not in plain:
         return found
     # Of each text a mean over tokens, since texts of two arms end at different places.
     others = _by_text(plain)
     pairs = (nats / tokens - others[0] / others[1]).tolist()
-    ratio = _exp(Estimate.of_ratio(pairs, [1.0] * len(pairs)))
+    ratio = Estimate.of_mean(pairs, [1.0] * len(pairs)).exp()
     return {**found, **spread("perplexity_ratio", ratio), "perplexity_p": p_value(pairs)}
 
 
@@ -238,10 +238,6 @@ def p_value(pairs: Sequence[float], draws: int = 9_999) -> float:
         return 1.0
     how: dict[str, Any] = {"permutation_type": "samples", "n_resamples": draws, "rng": np.random.default_rng(0)}
     return float(permutation_test((np.array(pairs),), np.mean, **how).pvalue)
-
-
-def _exp(each: Estimate) -> Estimate:
-    return replace(each, value=math.exp(each.value), low=math.exp(each.low), high=math.exp(each.high))
 
 
 def spread(name: str, estimate: Estimate | None) -> Row:
