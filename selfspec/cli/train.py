@@ -48,7 +48,7 @@ To = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the result.
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """`selfspec train layerskip`, `plain`, `exit` and `head`.
+    """`selfspec train layerskip`, `exit` and `head`.
 
     Attributes:
         base: fingerprint of the weights it began with.
@@ -61,7 +61,7 @@ class Trained:
     source: dict[str, Any]
     base: str
     course: dict[str, Any]
-    recipe: dict[str, Any] | None
+    recipe: dict[str, Any]
     made_with: dict[str, Any]
     before: dict[str, float]
     after: dict[str, float]
@@ -101,18 +101,10 @@ def layerskip(
 ) -> Trained:
     """Continue a checkpoint by the LayerSkip recipe (Elhoushi et al., 2024), so that early exits draft well.
 
-    The weights change; the report says what that costs the full model on held-out text.
+    The weights change; the report says what that costs the full model on held-out text. With `--dropout 0 --exit-scale
+    0` it is plain training, to compare that with.
     """
     return _shown(_train(model, text, course, recipe, to, machine), output, str(to))
-
-
-@train.command()
-@grouped
-def plain(
-    model: Model, to: To, text: Texts, course: Course, machine: MachineOptions, output: Output = "text"
-) -> Trained:
-    """Continue a checkpoint on text as `train layerskip` does, but without its recipe: what to compare that with."""
-    return _shown(_train(model, text, course, None, to, machine), output)
 
 
 @train.command("exit")
@@ -144,10 +136,9 @@ def head(
     machine: MachineOptions,
     output: Output = "text",
 ) -> Trained:
-    """Train a draft head for a base model, which is not changed, in the layout that other engines read.
+    """Train an EAGLE-3 head for a base model, which is not changed, in the layout that other engines read.
 
-    `--draft eagle:FOLDER`, or `medusa:` or `uno:`, drafts with it. Agreement and alpha of each drafted token
-    are the acceptance rates to expect.
+    `--draft eagle:FOLDER` drafts with it. Agreement and alpha of each drafted token are the acceptance rates to expect.
     """
     return _shown(_train(model, text, course, recipe, to, machine), output)
 
@@ -171,7 +162,7 @@ def _train(
     model: str,
     text: Texts,
     course: Course,
-    recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None,
+    recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe,
     to: Path,
     machine: MachineOptions,
 ) -> Trained:

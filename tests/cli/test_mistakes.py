@@ -56,7 +56,6 @@ COMMANDS = {
         "train layerskip demo --to {tmp}/new": "--text",
         "train layerskip demo --text no.txt --to {tmp}/new": "no.txt",
         "train layerskip demo --text {text} --to {tmp}/new --exits early": "--exits",
-        "train head {stories} --kind eagle9 --text {text} --to {tmp}/new": "eagle3",
     },
     "generate demo --prompt x": {
         "--draft exti:4": "did you mean exit:4",
@@ -203,7 +202,7 @@ def test_json_names_the_kind(invoke: Invoke, folder: str, tmp_path: Path, typed:
         "calibrate",
         "verify",
         "serve --port 0",
-        "train head --kind medusa --text {tmp}/text --to {tmp}/new",
+        "train head --text {tmp}/text --to {tmp}/new",
         "bench --to {tmp}/new",
         "export --draft exit:1 --to {tmp}/new",
     ],

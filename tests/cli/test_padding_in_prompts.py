@@ -116,9 +116,8 @@ MAKERS = [
     ("export {padded} --draft exit:3", "{padded} assistant:{to}", "{to}: exit:3, 3 layers|assistant_model"),
     ("index {padded} --text {place}/texts.jsonl", "{padded} suffix:{to}", "--draft suffix:{to}"),
     ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),
-    (f"train plain {{padded}} --text {{text}} {TRAINING}", "{to} exit:3", "step 2/2"),
     (
-        f"train head {{padded}} --kind eagle3 --depth 2 --text {{text}} {TRAINING}",
+        f"train head {{padded}} --depth 2 --text {{text}} {TRAINING}",
         "{padded} eagle:{to}",
         "token 1|token 2|accepted of a greedy draft|step 2/2",
     ),

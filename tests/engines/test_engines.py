@@ -20,7 +20,7 @@ from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.tools.export import export_checkpoint
 from selfspec.tools.train.corpus import Blocks, Split
-from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
+from selfspec.tools.train.eagle3 import Eagle3Lesson
 from selfspec.tools.train.recipe import HeadRecipe
 
 pytestmark = pytest.mark.engines
@@ -64,7 +64,7 @@ def test_speculators_loads_all_of_a_trained_head_and_drafts_the_same(tmp_path: P
     tiny.llama(num_hidden_layers=8, rms_norm_eps=1e-5).float().save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     text = Blocks.of(tiny.prompt(24))
-    lesson = Eagle3Lesson(model, HeadRecipe(kind="eagle3", depth=3, vocabulary=vocabulary), Split(text, text), 0)
+    lesson = Eagle3Lesson(model, HeadRecipe(depth=3, vocabulary=vocabulary), Split(text, text), 0)
     drawn = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in lesson.model.parameters():

@@ -761,8 +761,6 @@ CATALOGUE = (
         "tap.take()['last'][:, :-1]", "normed[:, :-1]", (_UNROLLED,)),
     Mutation("an unrolled step sees the target's states of drafted tokens", "_unrolled",
         "seen.tril(-step)", "seen.tril()", (_UNROLLED,)),
-    Mutation("a Medusa head learns from the state of a token that is drafted", "MedusaModule.forward",
-        "pad(states, (0, 0, step, 0))", "states", ("test_each_medusa_head_says_what_the_saved_one_drafts",)),
     Mutation("the LoRA of mask rows leaks into rows that are verified", "_added",
         "torch.cat([given[:, :first], given[:, first:] + up(down(states[:, first:]))], 1)",
         "given + up(down(states))",

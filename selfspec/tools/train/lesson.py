@@ -97,12 +97,9 @@ _UNLEARNT = -100
 
 
 class LayerSkipLesson(Lesson):
-    """Continues a causal LM on text by the LayerSkip recipe (Elhoushi et al., 2024); its weights change.
+    """Continues a causal LM on text by the LayerSkip recipe (Elhoushi et al., 2024); its weights change."""
 
-    Without a recipe it is plain training on the text, to compare with.
-    """
-
-    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe | None, held_out: Blocks) -> None:
+    def __init__(self, base: Checkpoint, recipe: LayerSkipRecipe, held_out: Blocks) -> None:
         # Loaded to decode, weights ask for no gradient.
         self.model: PreTrainedModel = base.model.requires_grad_(True)
         self._tokenizer = base.tokenizer
@@ -110,18 +107,15 @@ class LayerSkipLesson(Lesson):
         self._layers = self._adapter.decoder_layers(base.model)
         self._readout = Readout(base.model, self._adapter)
         self._recipe = recipe
-        self._exits = (recipe or LayerSkipRecipe()).exits_of(len(self._layers))
+        self._exits = recipe.exits_of(len(self._layers))
         self.held_out = held_out
 
     def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
-        recipe, ids = self._recipe, batch.ids
-        if recipe is None:
-            return _against_text(model(input_ids=ids, use_cache=False).logits, batch)
-        depth = len(self._layers)
+        recipe, depth = self._recipe, len(self._layers)
         active = recipe.active(depth, step, steps)
         rates = recipe.dropout_rates(depth, step, steps)
         with self._readout.recorded(active) as states, layer_dropout(self._layers, rates):
-            full = model(input_ids=ids, use_cache=False).logits
+            full = model(input_ids=batch.ids, use_cache=False).logits
         *shares, share = recipe.weights(depth, active)
         loss = share * _against_text(full, batch)
         teacher = full.detach().float().softmax(-1) if recipe.exit_target == "model" else None

@@ -97,7 +97,6 @@ class DraftHeadCourse(Course):
     decay: Decay = 0.8
 
 
-_KINDS = ("eagle3", "medusa", "uno")
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
 
 
@@ -140,18 +139,7 @@ class BesideRecipe:
 class HeadRecipe(BesideRecipe):
     """Head."""
 
-    kind: Annotated[str, Option(metavar="|".join(_KINDS), help="What is trained: see docs/heads.md.")]
     depth: Annotated[int, Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
-    rank: Annotated[int, Option(min=1, help="Of the LoRA, for the kind uno.")] = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind not in _KINDS:
-            raise TrainingError(f"there is no kind {self.kind!r} of heads to train; choose one of {', '.join(_KINDS)}")
-        if self.kind != "eagle3" and self.vocabulary is not None:
-            raise TrainingError(
-                f"heads of the kind {self.kind} are published with whole vocabularies; drop --vocabulary"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

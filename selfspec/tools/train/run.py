@@ -20,24 +20,16 @@ from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.plot import plot
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
 from selfspec.tools.train.course import CHECKPOINTS, Observer, RunFolder, resumed_step, train
-from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
-from selfspec.tools.train.heads.medusa import MedusaLesson
-from selfspec.tools.train.heads.uno import UnoLesson
+from selfspec.tools.train.eagle3 import Eagle3Lesson
 from selfspec.tools.train.lesson import ExitLesson, LayerSkipLesson, Lesson
 from selfspec.tools.train.recipe import BesideRecipe, Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
-
-_HEADS: Mapping[str, type[Eagle3Lesson | MedusaLesson | UnoLesson]] = {
-    "eagle3": Eagle3Lesson,
-    "medusa": MedusaLesson,
-    "uno": UnoLesson,
-}
 
 
 def run(
     model: str,
     texts: Texts,
     course: Course,
-    recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None,
+    recipe: LayerSkipRecipe | ExitHeadRecipe | HeadRecipe,
     to: Path,
     observe: Observer,
     device: str = "auto",
@@ -48,7 +40,7 @@ def run(
         model: folder or hub name of the base.
         texts: to learn from.
         course: steps, rates and batches.
-        recipe: of exits or of a draft head; None: plain training of the model, to compare with.
+        recipe: of exits or of a draft head.
         to: the folder that becomes the result. The same call resumes an interrupted training there.
         observe: called at every step, in the first process of a distributed training.
         device: as in `torch.device`, or "auto".
@@ -58,7 +50,6 @@ def run(
 
     Raises:
         CheckpointError, UnsupportedModelError: the base cannot be loaded.
-        HeadError: the base's checkpoint has no module to train.
         CorpusError: a text cannot be read or is too short.
         TrainingError: a package is missing, the settings do not fit, the folder is taken, or the loss became NaN.
         StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
@@ -84,8 +75,6 @@ def run(
         course = course.for_model(base.num_parameters())
     if isinstance(recipe, ExitHeadRecipe | LayerSkipRecipe):
         recipe.exits_of(len(find_adapter(base).decoder_layers(base)))
-    if isinstance(recipe, HeadRecipe):
-        _HEADS[recipe.kind].check(base)
     documents = all_documents(texts.text, course.seed)
     settings = {
         # Names, not folders, so that a training may move.
@@ -97,7 +86,7 @@ def run(
         },
         "base": fingerprint(base),
         "course": asdict(course),
-        "recipe": recipe and asdict(recipe),
+        "recipe": asdict(recipe),
     }
     # The other processes of a distributed training find what the first one wrote.
     with processes.main_process_first():
@@ -118,7 +107,7 @@ def run(
         if isinstance(recipe, ExitHeadRecipe):
             lesson = ExitLesson(base, recipe, text, course.seed)
         elif isinstance(recipe, HeadRecipe):
-            lesson = _HEADS[recipe.kind](base, recipe, text, course.seed)
+            lesson = Eagle3Lesson(base, recipe, text, course.seed)
         else:
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         folder.begin(settings)

@@ -1,6 +1,6 @@
 """What trainings learn: text that is read and packed, the LayerSkip recipe by its paper, averages with the base.
 
-Draft heads of every kind as they learn: what is trained is what an independent computation drafts.
+Draft heads as they learn: what is trained is what an independent computation drafts.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,20 +24,14 @@ import selfspec
 from helpers import reference_heads, tiny
 from helpers.saved_folders import checkpoint_folder
 from helpers.tokenizers import PLAIN
-from selfspec import FixedLength
-from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.draft.heads.pairs import PairProposer
-from selfspec.draft.heads.uno import UnoProposer
 from selfspec.errors import CorpusError, TrainingError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.stock import until_end
 from selfspec.model.identity import fingerprint
 from selfspec.tools.train import corpus
 from selfspec.tools.train.corpus import Blocks, Split
-from selfspec.tools.train.heads.eagle3 import Eagle3Lesson
-from selfspec.tools.train.heads.lesson import HeadLesson
-from selfspec.tools.train.heads.medusa import MedusaLesson
-from selfspec.tools.train.heads.uno import UnoLesson
+from selfspec.tools.train.eagle3 import Eagle3Lesson
 from selfspec.tools.train.recipe import Course, HeadRecipe, LayerSkipRecipe, Texts
 
 
@@ -243,8 +237,6 @@ def test_recipes_out_of_range_are_refused(recipe: LayerSkipRecipe) -> None:
         recipe.exits_of(4)
 
 
-MEDUSA = HeadRecipe(kind="medusa", depth=3)
-UNO = HeadRecipe(kind="uno", depth=2, rank=8)
 OPTIONS: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -259,7 +251,7 @@ def text(model: PreTrainedModel) -> Blocks:
     return Blocks.of(model.generate(ids, max_new_tokens=13, **OPTIONS))
 
 
-def learn(lesson: HeadLesson, text: Blocks, steps: int) -> None:
+def learn(lesson: Eagle3Lesson, text: Blocks, steps: int) -> None:
     optimizer = torch.optim.Adam(lesson.model.parameters(), 1e-2)
     for step in range(steps):
         loss = lesson.loss(lesson.model, text, step, steps)
@@ -268,108 +260,20 @@ def learn(lesson: HeadLesson, text: Blocks, steps: int) -> None:
         optimizer.step()
 
 
-def assert_steps_are(
-    lesson: HeadLesson,
-    text: Blocks,
-    depth: int,
-    logits: Callable[[list[int], list[int]], Tensor],
-    rtol: float | None = None,
-    atol: float | None = None,
-) -> None:
+def assert_steps_are(lesson: Eagle3Lesson, text: Blocks, logits: Callable[[list[int], list[int]], Tensor]) -> None:
     """Hold each unrolled step of a head to the logits, `[ids it can draft]`, after a text and tokens drafted behind."""
     ids = text.ids[0].tolist()
     with torch.no_grad():
         seen, _ = lesson._read(text.chosen(slice(0, 1)))
-        found = lesson.model(seen, depth)
+        found = lesson.model(seen, RECIPE.depth)
     for step, said in enumerate(found):
         # The pair of tokens p and p + 1, of which the last `step` were drafted.
         for pair, given in enumerate(said, step):
             expected = logits(ids[: pair + 2 - step], ids[pair + 2 - step : pair + 2])
-            torch.testing.assert_close(given, expected, rtol=rtol, atol=atol)
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 
 
-def assert_learns_and_drafts(
-    lesson: HeadLesson,
-    text: Blocks,
-    draft: str,
-    folder: Path,
-    proposer: Any,
-    figures: Sequence[str],
-    monkeypatch: pytest.MonkeyPatch,
-    steps: int = 60,
-    draft_length: Any = 3,
-) -> Any:
-    model, before = lesson._base, lesson.measure()
-    base = fingerprint(model)
-    learn(lesson, text, steps)
-    after = lesson.measure()
-    for name in figures:
-        assert after[name] > before[name] + 0.1, name
-    assert fingerprint(model) == base
-    folder.mkdir(exist_ok=True)
-    lesson.save(folder, torch.float64, after)
-    found = reference_heads.recorded_drafts(monkeypatch, proposer)
-    spec = selfspec.wrap(model, f"{draft}:{folder}", draft_length=draft_length)
-    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
-    assert torch.equal(out.sequences, text.ids[:1])
-    assert out.stats.accepted > 0
-    return found
-
-
-def taught(lesson: HeadLesson, text: Blocks, steps: int) -> HeadLesson:
-    lesson.model.double()
-    learn(lesson, text, steps)
-    return lesson
-
-
-def test_each_medusa_head_says_what_the_saved_one_drafts(model: PreTrainedModel, text: Blocks, tmp_path: Path) -> None:
-    lesson = taught(MedusaLesson(model, MEDUSA, Split(text, text), 0), text, 3)
-    lesson.save(tmp_path, torch.float64, {})
-    weights = load_file(tmp_path / "model.safetensors")
-    logits = reference_heads.medusa(model, weights, 1)
-    assert_steps_are(lesson, text, MEDUSA.depth, logits)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
-    named = [f"{head}.{name}" for head in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")]
-    assert sorted(weights) == sorted(named)
-
-
-def test_medusa_heads_learn_and_draft(
-    model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = ("agreement_1", "alpha_1", "alpha_3", "accepted_greedily")
-    lesson = taught(MedusaLesson(model, MEDUSA, Split(text, text), 0), text, 0)
-    found = assert_learns_and_drafts(lesson, text, "medusa", tmp_path, MedusaProposer, figures, monkeypatch)
-    weights = load_file(tmp_path / "model.safetensors")
-    reference_heads.assert_drafts_are(found, reference_heads.medusa(model, weights, 1))
-
-
-def test_each_mask_says_what_the_saved_lora_drafts(model: PreTrainedModel, text: Blocks, tmp_path: Path) -> None:
-    lesson = taught(UnoLesson(model, UNO, Split(text, text), 0), text, 3)
-    lesson.model.eval()
-    lesson.save(tmp_path, torch.float64, {})
-    weights = load_file(tmp_path / "adapter_model.safetensors")
-    assert any(weight.any() for name, weight in weights.items() if "lora_B" in name)
-    assert_steps_are(lesson, text, UNO.depth, reference_heads.uno(model, weights, 1.0))
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["uno_depth"]) == (8, 8, 2)
-    assert {"q_proj", "down_proj"} <= set(config["target_modules"])
-
-
-@pytest.mark.tools
-def test_a_lora_learns_and_drafts(
-    model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = ("agreement_1", "alpha_1", "alpha_2", "accepted_greedily")
-    lesson = taught(UnoLesson(model, UNO, Split(text, text), 0), text, 0)
-    found = assert_learns_and_drafts(
-        lesson, text, "uno", tmp_path, UnoProposer, figures, monkeypatch, draft_length=FixedLength(2, nodes=8)
-    )
-    weights = load_file(tmp_path / "adapter_model.safetensors")
-    reference_heads.assert_drafts_are(found, reference_heads.uno(model, weights, 1.0))
-
-
-RECIPE = HeadRecipe(kind="eagle3", depth=3, vocabulary=20)
+RECIPE = HeadRecipe(depth=3, vocabulary=20)
 
 
 def lesson_on(model: PreTrainedModel, text: Blocks, recipe: HeadRecipe = RECIPE) -> Eagle3Lesson:
@@ -401,17 +305,25 @@ def test_each_unrolled_step_says_what_the_saved_head_drafts(
         weights["d2t"] = torch.zeros(model.config.vocab_size, dtype=torch.long)
     logits = reference_heads.eagle3(model, weights, config, (2, 4, 5))
     kept = torch.arange(len(weights["d2t"])) + weights["d2t"]
-    assert_steps_are(
-        lesson, text, RECIPE.depth, lambda read, drafted: logits(read, drafted)[kept], rtol=1e-4, atol=1e-5
-    )
+    assert_steps_are(lesson, text, lambda read, drafted: logits(read, drafted)[kept])
 
 
 def test_a_head_learns_and_drafts_with_what_it_learnt(
     model: PreTrainedModel, text: Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lesson = lesson_on(model, text)
-    figures = ("agreement_1", "agreement_3", "alpha_1", "alpha_3", "accepted_greedily")
-    found = assert_learns_and_drafts(lesson, text, "eagle", tmp_path, PairProposer, figures, monkeypatch, 80)
+    base, before = fingerprint(model), lesson.measure()
+    learn(lesson, text, 80)
+    after = lesson.measure()
+    for name in ("agreement_1", "agreement_3", "alpha_1", "alpha_3", "accepted_greedily"):
+        assert after[name] > before[name] + 0.1, name
+    assert fingerprint(model) == base
+    lesson.save(tmp_path, torch.float64, after)
+    found = reference_heads.recorded_drafts(monkeypatch, PairProposer)
+    spec = selfspec.wrap(model, f"eagle:{tmp_path}", draft_length=3)
+    out = spec.generate(text.ids[:1, :3], max_new_tokens=13, **OPTIONS)
+    assert torch.equal(out.sequences, text.ids[:1])
+    assert out.stats.accepted > 0
     weights, config = saved(lesson, tmp_path)
     reference_heads.assert_drafts_are(found, reference_heads.eagle3(model, weights, config, (2, 4, 5)))
 
@@ -474,7 +386,6 @@ def test_every_architecture_gets_a_head(text: Blocks, tmp_path: Path, architectu
     [
         ({"vocabulary": 10**6}, "out of range"),
         ({"depth": 0}, "depth must be at least 1"),
-        ({"kind": "medusa"}, "whole vocabularies"),
         ({"temperature": -1.0}, "temperature"),
     ],
 )

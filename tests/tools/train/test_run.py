@@ -31,9 +31,11 @@ _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, le
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
 _RECIPE = LayerSkipRecipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
 
+_PLAIN = LayerSkipRecipe(dropout=0.0, exit_scale=0.0)
+
 _WRITTEN = {"curves.png", "exit_head.safetensors", "training.json"}
 
-Recipe = LayerSkipRecipe | ExitHeadRecipe | HeadRecipe | None
+Recipe = LayerSkipRecipe | ExitHeadRecipe | HeadRecipe
 Training = Callable[..., dict[str, Any]]
 
 
@@ -136,7 +138,7 @@ def test_a_draft_head_learns_and_is_the_same_after_an_interrupt(
     stories: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    plan = HeadRecipe(kind="eagle3", depth=3, vocabulary=200, own_texts=40, beginning=4, temperature=0.7)
+    plan = HeadRecipe(depth=3, vocabulary=200, own_texts=40, beginning=4, temperature=0.7)
     course = replace(_COURSE, steps=24, learning_rate=5e-3, precision=precision)
 
     with pytest.raises(MemoryError):
@@ -164,24 +166,24 @@ def test_layerskip_gives_a_checkpoint_whose_exits_draft_better(training: Trainin
 
 def test_nothing_is_overwritten(training: Training, tmp_path: Path) -> None:
     to = tmp_path / "model"
-    training(None, to, course=replace(_COURSE, steps=1))
+    training(_PLAIN, to, course=replace(_COURSE, steps=1))
     content = {file: file.read_bytes() for file in to.iterdir()}
     with pytest.raises(TrainingError, match="finished training"):
-        training(None, to)
+        training(_PLAIN, to)
     with pytest.raises(TrainingError, match="finished training"):
         training(_HEADS, to)
     assert {file: file.read_bytes() for file in to.iterdir()} == content
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainingError, match="not empty"):
-        training(None, tmp_path / "other")
+        training(_PLAIN, tmp_path / "other")
 
 
 def test_a_begun_training_is_not_gone_on_with_under_other_settings(training: Training, tmp_path: Path) -> None:
     with pytest.raises(MemoryError):
-        training(None, tmp_path / "model", _dies_at(2))
+        training(_PLAIN, tmp_path / "model", _dies_at(2))
     with pytest.raises(TrainingError, match=r"other settings \(seed 0 there, 1 here\)"):
-        training(None, tmp_path / "model", course=replace(_COURSE, seed=1))
+        training(_PLAIN, tmp_path / "model", course=replace(_COURSE, seed=1))
 
 
 @pytest.mark.parametrize("changed", ["text", "held_out"])
@@ -194,7 +196,7 @@ def test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed(
 
     def train(observe: Observer) -> dict[str, Any]:
         texts = Texts(text=[files["text"]], held_out=files["held_out"], held_out_blocks=4)
-        return run(str(checkpoint_folder()), texts, _COURSE, None, tmp_path / "model", observe, "cpu")
+        return run(str(checkpoint_folder()), texts, _COURSE, _PLAIN, tmp_path / "model", observe, "cpu")
 
     with pytest.raises(MemoryError):
         train(_dies_at(1))
@@ -211,7 +213,7 @@ def test_wrong_settings_and_texts_are_refused_before_anything_is_written(trainin
     with pytest.raises(TrainingError, match="exit 5"):
         training(ExitHeadRecipe(exits=(5,)), to)
     with pytest.raises(CorpusError):
-        training(None, to, file=tmp_path / "none.txt")
+        training(_PLAIN, to, file=tmp_path / "none.txt")
     assert not to.exists()
 
 

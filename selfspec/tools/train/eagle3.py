@@ -1,24 +1,38 @@
-"""Train EAGLE-3 heads (Li et al., 2025, arXiv 2503.01840), in the speculators library's layout."""
+"""Train EAGLE-3 heads (Li et al., 2025, arXiv 2503.01840), in the speculators library's layout.
+
+A head learns the target's own distribution, for several tokens in a row, from the target's states.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from selfspec.draft.heads.eagle import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
+from selfspec.files.writing import write_json
+from selfspec.measure.acceptance import Acceptance, Readout
+from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.stock_passes import over_cache
-from selfspec.tools.train.corpus import Split
-from selfspec.tools.train.heads.lesson import DraftHeadModule, HeadLesson, Seen
+from selfspec.tools.train.corpus import Blocks, Split, most_frequent
+from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import HeadRecipe
 
+# How much less each further token weighs in the loss than the one before it, which must be right first.
+_WEIGHT = 0.8
+# Bytes of the target's states that are kept for the next epoch.
+_MOST_REMEMBERED = 2**31
 # Standard deviation of new weights.
 _NEW = 0.02
 # What a layer has in common with the target's.
@@ -33,7 +47,28 @@ _ALIKE = (
 )
 
 
-class Eagle3Module(DraftHeadModule):
+@dataclass(frozen=True)
+class Seen:
+    """A target's pass over a batch of `[rows, tokens + 1]`, at the pairs of a token and the one after it.
+
+    Attributes:
+        features: states of all tokens but the last, `[rows, tokens, hidden]`, in the order of the points.
+        embedded: the embeddings of the tokens after them, the same shape.
+        learnt: whether the distribution after a pair is to be learnt, `[rows, tokens]`.
+    """
+
+    features: Sequence[Tensor]
+    embedded: Tensor
+    learnt: Tensor
+
+    def reached(self, step: int) -> Tensor:
+        """Return the learnt pairs at which a draft after `step` drafted tokens may end, `[rows, tokens]`."""
+        reached = self.learnt.clone()
+        reached[:, :step] = False
+        return reached
+
+
+class Eagle3Module(nn.Module):
     """An EAGLE-3 head, run over whole texts by the modules that the drafter itself runs.
 
     `fusion` joins the target's states, the head of `layers` gives logits of the ids it drafts. `differences` lie
@@ -49,11 +84,8 @@ class Eagle3Module(DraftHeadModule):
         self.register_buffer("differences", differences)
         self._vocabulary = vocabulary
 
-    def taught(self, step: int, depth: int) -> int:
-        # One after another: each takes as long as the first, and is worth nothing where one before it is wrong.
-        return 1 + step % depth
-
     def forward(self, seen: Seen, steps: int) -> list[Tensor]:
+        """Draft at all pairs at once; return, by step, the logits at the pairs it has reached, `[pairs, ids]`."""
         adapter = find_adapter(self.layers)
         base, output = adapter.base(self.layers), self.layers.get_output_embeddings()
         tap = FeatureTap(self.layers, adapter, base, ("last",))
@@ -73,6 +105,7 @@ class Eagle3Module(DraftHeadModule):
         return found
 
     def weights(self) -> dict[str, Tensor]:
+        """Return the weights by the names that they are published under."""
         inside = self.layers.get_submodule(find_adapter(self.layers).base(self.layers))
         named = {**dict(self.fusion.named_parameters()), **dict(inside.named_parameters())}
         named["lm_head.weight"] = weight_of(self.layers.get_output_embeddings())
@@ -96,14 +129,26 @@ def _unrolled(width: int, step: int, like: Tensor) -> Tensor:
     return mask.masked_fill(~torch.cat(parts, 1), torch.finfo(like.dtype).min)[None, None]
 
 
-class Eagle3Lesson(HeadLesson):
-    """Trains an EAGLE-3 head by test-time unrolling: each step reads the head's own states of the step before."""
+class Eagle3Lesson(Lesson):
+    """Distils a target, in the dtype of its passes, into an EAGLE-3 head.
+
+    It learns by test-time unrolling: each step reads the head's own states of the step before.
+    """
 
     model: Eagle3Module
 
     def __init__(self, base: PreTrainedModel, recipe: HeadRecipe, text: Split, seed: int) -> None:
-        depth = len(find_adapter(base).decoder_layers(base))
-        super().__init__(base, recipe, text, usual_points(depth))
+        self.held_out = text.held_out
+        self._base = base.eval().requires_grad_(False)
+        self._adapter = find_adapter(base)
+        self._points = usual_points(len(self._adapter.decoder_layers(base)))
+        self._recipe = recipe
+        self._readout = Readout(base, self._adapter)
+        # Texts come again in every epoch, and the target's states of them are as they were.
+        self._remembered: dict[bytes, Tensor] = {}
+        self._tokens: Tensor | None = None
+        if recipe.vocabulary is not None:
+            self._tokens = most_frequent(text.train.ids, recipe.vocabulary, vocabulary_size(base)).to(base.device)
         self._layers = _layer_config(base)
         layers = eagle3_layers(self._layers, None, normed_residual=False)
         inside = layers.get_submodule(find_adapter(layers).base(layers))
@@ -137,7 +182,7 @@ class Eagle3Lesson(HeadLesson):
             found[name] = torch.randn(parameter.shape, generator=drawn) * _NEW
             given = own.get(name.removeprefix("layers.0."))
             # Of what reads an embedding and a state, the part that reads the state.
-            if given is not None and len(given) == len(parameter) and given.shape[1] in _read_widths(parameter):
+            if given is not None and len(given) == len(parameter) and given.shape[1] in (parameter.shape[1], parameter.shape[1] // 2):
                 found[name][:, -given.shape[1] :] = given.float().cpu()
         return found
 
@@ -156,7 +201,80 @@ class Eagle3Lesson(HeadLesson):
             if norm is not None and "RMSNorm" in type(norm).__name__
         }
 
-    def config(self) -> dict[str, Any]:
+    def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
+        seen, wanted = self._read(batch)
+        p = self._kept(wanted.float().softmax(-1))
+        places = seen.learnt.nonzero()[:, 1]
+        loss, weights = torch.zeros((), device=p.device), 0.0
+        # One step after another: each takes as long as the first, and is worth nothing where one before it is wrong.
+        for number, logits in enumerate(model(seen, 1 + step % self._recipe.depth)):
+            q, weight = logits.float().log_softmax(-1), _WEIGHT**number
+            loss = loss - weight * (p[places >= number] * q).sum() / max(len(q), 1)
+            weights += weight
+        return loss / weights
+
+    def evaluate(self) -> dict[str, float]:
+        steps, head = self._recipe.depth, DraftHead(None, self._tokens)
+        figures = [Acceptance() for _ in range(steps)]
+        accepted = begun = 0
+        for batch in self.measured():
+            seen, wanted = self._read(batch)
+            places = seen.learnt.nonzero()[:, 1]
+            right = torch.zeros(steps, *seen.learnt.shape, dtype=torch.bool)
+            for number, logits in enumerate(self.model(seen, steps)):
+                full, drafted = wanted[places >= number], head.spread(logits, wanted.shape[-1])
+                figures[number].add(full, drafted)
+                right[number][seen.reached(number).cpu()] = (full.argmax(-1) == drafted.argmax(-1)).cpu()
+            # A draft that begins at a pair has its step k at the k-th pair behind it.
+            alive = seen.learnt.cpu()[:, : max(seen.learnt.shape[1] - steps + 1, 0)]
+            begun += int(alive.sum())
+            for number in range(steps):
+                alive = alive & right[number][:, number : number + alive.shape[1]]
+                accepted += int(alive.sum())
+        named = {f"agreement_{number + 1}": each.agreement for number, each in enumerate(figures)}
+        named |= {f"alpha_{number + 1}": each.alpha for number, each in enumerate(figures)}
+        return {**named, "accepted_greedily": accepted / max(begun, 1)}
+
+    def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
+        content = {
+            name: weight.detach().to("cpu", dtype if weight.is_floating_point() else weight.dtype).contiguous()
+            for name, weight in self.model.weights().items()
+        }
+        save_file(content, folder / "model.safetensors", {"format": "pt"})
+        write_json(folder / "config.json", {**self._config(), "validation": dict(figures)})
+
+    @torch.no_grad()
+    def _read(self, batch: Blocks) -> tuple[Seen, Tensor]:
+        """Return what a pass of the target shows, and its logits after the learnt pairs, `[pairs, vocab]`."""
+        # A process of several finds out only now which device is its own.
+        self._base.to(batch.ids.device)
+        states = self._states(batch.ids)
+        learnt = batch.before_learnt[:, 1:]
+        embedded, dtype = self._base.get_input_embeddings()(batch.ids[:, 1:]), next(self.model.parameters()).dtype
+        features = [states[:, :-1, place].to(dtype) for place in range(len(self._points))]
+        wanted = self._readout.logits(states[:, 1:, -1][learnt][None])[0]
+        return Seen(features, embedded.to(dtype), learnt), wanted
+
+    def _states(self, ids: Tensor) -> Tensor:
+        """Return the target's states at the points and after the last layer, `[rows, tokens, points + 1, hidden]`."""
+        keys = [row.numpy().tobytes() for row in ids.cpu()]
+        new = [place for place, key in enumerate(keys) if key not in self._remembered]
+        found = {key: self._remembered[key] for key in keys if key in self._remembered}
+        if new:
+            inside = self._adapter.base(self._base)
+            tap = FeatureTap(self._base, self._adapter, inside, [*dict.fromkeys([*self._points, "last"])])
+            tap.module.get_submodule(inside)(input_ids=ids[new], use_cache=False)
+            taken = tap.take()
+            rows = torch.stack([taken[point] for point in (*self._points, "last")], 2)
+            found |= zip([keys[place] for place in new], rows, strict=True)
+            if (len(self._remembered) + len(new)) * rows[0].nbytes <= _MOST_REMEMBERED:
+                self._remembered |= {keys[place]: found[keys[place]] for place in new}
+        return torch.stack([found[key] for key in keys])
+
+    def _kept(self, values: Tensor) -> Tensor:
+        return values if self._tokens is None else values.index_select(-1, self._tokens.to(values.device))
+
+    def _config(self) -> dict[str, Any]:
         layers = self._layers.to_diff_dict() | {"model_type": "llama", "vocab_size": vocabulary_size(self._base)}
         return {
             "architectures": ["Eagle3Speculator"],
@@ -176,10 +294,6 @@ class Eagle3Lesson(HeadLesson):
                 },
             },
         }
-
-
-def _read_widths(weight: Tensor) -> tuple[int, int]:
-    return weight.shape[1], weight.shape[1] // 2
 
 
 def usual_points(depth: int) -> tuple[Point, ...]:
