@@ -48,8 +48,8 @@ def calibrate(
         typer.Option(
             metavar="DRAFT",
             help="What to consider in place of exits: `head:FOLDER`, `skip:layers=7-9`, `module:Class`, ...; may be "
-            "repeated. Always considered are 8 and 4 bits, with fewer rows of a large head too, look-ups alone and "
-            "before a path, trees along the best, and plain decoding.",
+            "repeated. Always considered are 8 and 4 bits, look-ups alone and before a path, trees along the best, and "
+            "plain decoding.",
         ),
     ] = None,
     corpus: Annotated[
@@ -111,7 +111,6 @@ def calibrate(
             drafters,
             measurements,
             corpus=over,
-            vocabulary=None if to is None else to.with_suffix(".vocabulary.json"),
             keep=keep,
             watch=StepBar(progress),
         )

@@ -224,7 +224,7 @@ pytest.importorskip("pandas")
 
 # What writes a folder, and what writes a file.
 FOLDERS = [
-    *(f"train {recipe} {{model}} --text {{text}}" for recipe in ("layerskip", "plain", "exit", "head --kind eagle3")),
+    *(f"train {recipe} {{model}} --text {{text}}" for recipe in ("layerskip", "exit", "head")),
     *("bench {model}", "ablate --model {model}"),
 ]
 FILES = [

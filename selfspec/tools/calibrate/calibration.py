@@ -18,12 +18,11 @@ from selfspec.architecture import Adapter
 from selfspec.arguments import checked_path
 from selfspec.control import Control, CostAware
 from selfspec.control.costs import BatchCosts, Forecast
-from selfspec.control.profile import Chosen, Profile, Setting, default_file
+from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.draft import Drafter, Suffixes
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import BenchError, UnsupportedModelError
-from selfspec.files.writing import write_sealed
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import continued
@@ -42,13 +41,11 @@ from selfspec.tools.calibrate.candidates import (
     predicted,
     to_confirm,
     to_measure,
-    with_own_vocabulary,
 )
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import ArmSpec, Cell, OwnArm, Prompts, batched
 from selfspec.tools.lab.drafts import Given, content, paths_of
 from selfspec.tools.lab.generations import ArmRun, measure, rows_of
-from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.lab.report import require_packages, write_report
 from selfspec.tools.lab.runs import Row, Runs, model_name
 
@@ -81,7 +78,6 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     accept: str | Rule | None = None,
     corpus: str | None = None,
-    vocabulary: str | Path | None = None,
     keep: str | Path | None = None,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
@@ -90,9 +86,8 @@ def calibrate(
 
     Considered are plain decoding, look-ups, the model in 8 and in 4 bits, every exit, exact and in 8 bits (or the
     drafts given in place of exits), a head that the checkpoint brings along, look-ups before each, recycling, and trees
-    along the best. Where most of what a draft step reads is the head, they are considered with fewer rows of it as
-    well, which the model's own text chooses. The formula narrows them down; the chosen one was the fastest in real
-    generations in turns with plain decoding, and surely faster than that.
+    along the best. The formula narrows them down; the chosen one was the fastest in real generations in turns with
+    plain decoding, and surely faster than that.
 
     Args:
         model: the stock model; it is left as it is.
@@ -102,8 +97,6 @@ def calibrate(
         tokenizer: for prompts that are texts.
         accept: acceptance rule of the candidates; None: selfspec's default.
         corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
-        vocabulary: the file for the reduced vocabulary of the chosen draft, written where there is one. None: beside
-            the place where `draft="auto"` looks for the profile.
         keep: a new folder for a report of the generations, and for all their texts, as of `selfspec.bench`; None:
             they are not kept.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
@@ -114,7 +107,7 @@ def calibrate(
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError, ProfileError, ExitHeadError: before any forward pass.
-        StorageError: the vocabulary or the report cannot be written.
+        StorageError: the report cannot be written.
         BenchError: `keep` is no folder for a report.
     """
     asked, progress = measurements or Measurements(), watch or Unwatched()
@@ -138,7 +131,6 @@ def calibrate(
     if corpus is not None:
         Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
-    file = default_file(setting).with_suffix(".vocabulary.json") if vocabulary is None else Path(vocabulary)
     busy = CoreWatch()
     plain = wrap(bare(model), adapter=found, accept=accept, runtime=Native(after=0))
     grouped = _checked(plain, prompts, asked)
@@ -148,10 +140,6 @@ def calibrate(
         continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, progress)
         for temperature in temperatures
     ]
-    reduced = with_own_vocabulary(model, found, named, written, file)
-    if reduced:
-        check_output_file(file)
-    named |= {draft_name(each): each for each in reduced}
     alphas: list[dict[str, Estimate]] = []
     progress.begin(2)
     for temperature, texts in zip(temperatures, written, strict=True):
@@ -185,8 +173,6 @@ def calibrate(
         chosen = _chosen(best, winners[-1], temperature, asked.longest_draft)
         kinds.append(_Kind(temperature, alpha, predictions, trials[-1].confirmed, {}, chosen))
     paths = paths_of(winner.draft for winner in winners if winner is not None)
-    if any(each in reduced for each in paths.values()):
-        write_sealed(file, {"tokens": reduced[0].tokens})
     in_batches: list[MeasuredCosts] = []
     # None of these where nothing drafts, or where rows of several lengths cannot be run.
     for rows in _BATCHES if any(winners) and found.ragged != "none" else ():

@@ -180,9 +180,9 @@ class Eagle3Lesson(Lesson):
                 found[name] = norms.get(name, torch.ones(parameter.shape))
                 continue
             found[name] = torch.randn(parameter.shape, generator=drawn) * _NEW
-            given = own.get(name.removeprefix("layers.0."))
+            given, width = own.get(name.removeprefix("layers.0.")), parameter.shape[1]
             # Of what reads an embedding and a state, the part that reads the state.
-            if given is not None and len(given) == len(parameter) and given.shape[1] in (parameter.shape[1], parameter.shape[1] // 2):
+            if given is not None and len(given) == len(parameter) and given.shape[1] in (width, width // 2):
                 found[name][:, -given.shape[1] :] = given.float().cpu()
         return found
 
