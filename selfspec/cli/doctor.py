@@ -11,7 +11,7 @@ from rich.console import Console
 from selfspec.measure.spare_cores import CoreWatch
 
 if TYPE_CHECKING:
-    from selfspec.tools.doctor import MachineReport, Packages, Products
+    from selfspec.tools.doctor import MachineReport, Packages
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,12 @@ class Diagnosis:
 
     Attributes:
         packages: versions, those that are untested or newer than tested, and what extras lack.
-        products: how fast weights are read, and what four rows cost, by each way to multiply.
         findings: what is slow here and why, with the remedy.
         commit: of selfspec's source; null where it is not known.
     """
 
     machine: MachineReport
     packages: Packages
-    products: dict[str, Products]
     findings: list[str]
     commit: str | None
 
@@ -50,9 +48,6 @@ class Diagnosis:
         yield f"GPUs          {', '.join(machine.gpus) or 'none that torch sees'}"
         kernels = machine.kernels
         yield f"CPU kernels   {kernels.variant or 'none'}{'' if kernels.absence is None else f': {kernels.absence}'}"
-        for name, each in self.products.items():
-            speed = f"{each.gigabytes_a_second:.0f} GB/s at one token"
-            yield f"products      {name}: {speed}; four tokens take {each.four_rows:.1f} times one"
         missing = self.packages.missing.items()
         extras = "; ".join(f"{extra} (lacks {', '.join(lacking)})" for extra, lacking in missing)
         yield f"extras        {'not installed: ' + extras if extras else 'all installed'}"
@@ -66,9 +61,7 @@ def doctor() -> Diagnosis:
     watch = CoreWatch()
     with Console(stderr=True).status("Looking around"):
         from selfspec.measure.environment import commit
-        from selfspec.tools.doctor import findings, read_machine, read_packages, time_products
+        from selfspec.tools.doctor import findings, read_machine, read_packages
 
         machine, packages = read_machine(watch.read()), read_packages()
-        products = time_products()
-    found = findings(machine, packages, products)
-    return Diagnosis(machine, packages, products, found, commit())
+    return Diagnosis(machine, packages, findings(machine, packages), commit())

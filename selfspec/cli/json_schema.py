@@ -20,7 +20,7 @@ from selfspec.cli.app import app
 from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor import MachineReport, Packages, Products
+from selfspec.tools.doctor import MachineReport, Packages
 from selfspec.tools.export import Exported
 from selfspec.tools.pack import PackedFolder
 from selfspec.tools.prospects import CheckpointSummary
@@ -28,7 +28,7 @@ from selfspec.tools.prospects import CheckpointSummary
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {
     each.__name__: each
-    for each in (*(CheckpointSummary, Estimate, Exported, MachineReport, Packages, PackedFolder, Products, SpareCores),)
+    for each in (*(CheckpointSummary, Estimate, Exported, MachineReport, Packages, PackedFolder, SpareCores),)
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)
 _VERSION: Any = (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +12,6 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
-from torch import Tensor
-from torch.nn.functional import linear
 
 from selfspec.compat import NEWEST_TESTED
 from selfspec.device import device_name, has_doubles
@@ -23,49 +19,6 @@ from selfspec.kernels import native
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.placement.stored import lack_of_direct_reads
 from selfspec.process import machine_bytes
-
-# Of a layer of a model of 1B: larger than caches.
-_INPUTS, _OUTPUTS = 2048, 5632
-_TIMES = 9
-_ROWS = 4
-
-
-@dataclass(frozen=True)
-class Products:
-    """Products of one row and of four with a weight of 46 MB in float32, as torch makes them and as the kernels do.
-
-    Attributes:
-        gigabytes_a_second: of the weight, read by a product of one row.
-        four_rows: what a product of four rows takes, in products of one.
-    """
-
-    gigabytes_a_second: float
-    four_rows: float
-
-
-def time_products() -> dict[str, Products]:
-    """Time them on the CPU, in some tenths of a second: `torch`, and `kernels` where these run."""
-    weight = torch.zeros(_OUTPUTS, _INPUTS)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {"torch": lambda states: linear(states, weight)}
-    if native.available():
-        ways["kernels"] = lambda states: native.few_rows(states, weight, None)
-    return {name: _timed(way, weight) for name, way in ways.items()}
-
-
-@torch.no_grad()
-def _timed(way: Callable[[Tensor], Tensor], weight: Tensor) -> Products:
-    one, four = (_seconds(way, torch.zeros(rows, _INPUTS)) for rows in (1, _ROWS))
-    return Products(weight.nbytes / one / 1e9, four / one)
-
-
-def _seconds(way: Callable[[Tensor], Tensor], states: Tensor) -> float:
-    taken = []
-    for _ in range(_TIMES):
-        started = time.perf_counter()
-        way(states)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
-
 
 @dataclass(frozen=True)
 class KernelState:
@@ -191,26 +144,20 @@ def _version(name: str) -> str | None:
         return None
 
 
-# A block of four tokens that costs more than this many steps eats most of what drafts gain.
-_DEAR = 1.5
 # Kinds of accelerators that selfspec has run on.
 _TRIED = ("cuda",)
 
 
-def findings(machine: MachineReport, packages: Packages, products: Mapping[str, Products]) -> list[str]:
+def findings(machine: MachineReport, packages: Packages) -> list[str]:
     """Return everything that is worth a change, the most useful first."""
-    return [*_kernels(machine, products), *_threads(machine), *_gpu(machine), *_system(), *_packages(packages)]
+    return [*_kernels(machine), *_threads(machine), *_gpu(machine), *_system(), *_packages(packages)]
 
 
-def _kernels(machine: MachineReport, products: Mapping[str, Products]) -> Iterator[str]:
-    absence, torchs = machine.kernels.absence, products["torch"]
-    if absence is None:
-        return
-    where = "on the CPU, " if machine.gpus else ""
-    said = f"{where}torch reads weights at {torchs.gigabytes_a_second:.0f} GB/s for one token"
-    if torchs.four_rows > _DEAR:
-        said += f", and four tokens cost {torchs.four_rows:.1f} times one, which eats what drafts gain"
-    yield f"{said}. selfspec's CPU kernels do better, but do not run here: {absence}"
+def _kernels(machine: MachineReport) -> Iterator[str]:
+    absence = machine.kernels.absence
+    if absence is not None:
+        where = " on the CPU" if machine.gpus else ""
+        yield f"passes{where} are slower than with selfspec's CPU kernels, which do not run here: {absence}"
 
 
 def _threads(machine: MachineReport) -> Iterator[str]:
