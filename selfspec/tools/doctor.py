@@ -20,6 +20,7 @@ from selfspec.measure.spare_cores import SpareCores
 from selfspec.placement.stored import lack_of_direct_reads
 from selfspec.process import machine_bytes
 
+
 @dataclass(frozen=True)
 class KernelState:
     """The CPU kernels.

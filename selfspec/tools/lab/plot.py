@@ -61,7 +61,6 @@ def plot(
     *,
     colour: str | None = None,
     panel: str | None = None,
-    share: bool = True,
     to: str | Path | None = None,
     width: float = COLUMN,
     height: float | None = None,
@@ -79,7 +78,6 @@ def plot(
         by: a column whose values are told apart by colour and marker, named in the legend.
         colour: a column that the colours of a heat map show.
         panel: a column each of whose values has a panel.
-        share: give panels the same scale upwards.
         to: a file; its name's end says the format, as `.pdf`, `.svg` or `.png`.
         width: inches.
         height: inches; None: as the content needs.
@@ -113,7 +111,7 @@ def plot(
     legend = 0.14 * -(-len(keys) // _KEYS_ACROSS)
     with rc_context({**STYLE, "font.size": font, "axes.titlesize": font, "legend.fontsize": font - 0.5}):
         figure = Figure((width, height or 0.45 + legend + len(names) * (each + 0.25)), layout="constrained")
-        grid = figure.subplots(len(names), 1, squeeze=False, sharex=True, sharey=share and not rows)
+        grid = figure.subplots(len(names), 1, squeeze=False, sharex=True, sharey=not rows)
         for axes, name in zip(grid[:, 0], names, strict=True):
             shown = drawn if panel is None else drawn[drawn[panel] == name]
             if name is not None:

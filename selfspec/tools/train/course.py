@@ -1,17 +1,13 @@
-"""One course of training on transformers' Trainer, in a folder: checkpoints, interrupts, resuming, NaN refused."""
+"""One course of training on transformers' Trainer, in a folder: checkpoints, resuming, NaN refused."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 from selfspec.arguments import shown
@@ -41,28 +37,23 @@ Observer = Callable[[int, int, Mapping[str, float]], None]
 def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: str, observe: Observer) -> list[Any]:
     """Train, from the newest whole checkpoint in `folder` if there is one; return the log of losses and evaluations.
 
-    SIGINT and SIGTERM end training after the step under way, with a checkpoint. A killed process resumes from its last
-    checkpoint; either way the weights become those of an uninterrupted run. The device is "auto" for what accelerate
-    chooses, or "cpu"; `observe` is called at every step.
+    An interrupted process resumes from its last checkpoint, and the weights become those of an uninterrupted run. The
+    device is "auto" for what accelerate chooses, or "cpu"; `observe` is called at every step.
 
     Raises:
         TrainingError: the loss or a weight became NaN or infinite, or no checkpoint can be read.
         StorageError: a checkpoint cannot be written; those before it are kept.
-        KeyboardInterrupt: interrupted; a checkpoint was written.
     """
-    stop = threading.Event()
     trainer = _CourseTrainer(lesson, course, text, folder, device)
-    trainer.add_callback(_Watch(trainer, stop, observe))
+    trainer.add_callback(_Watch(observe))
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
     if checkpoint and (done := state_of(checkpoint)) and done.global_step >= course.steps:
         # The Trainer would make one more step.
         trainer._load_from_checkpoint(str(checkpoint))
         return list(done.log_history)
-    with writing(folder, KEPT), _interrupts(stop):
+    with writing(folder, KEPT):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if stop.is_set() and trainer.state.global_step < course.steps:
-        raise KeyboardInterrupt
     return list(trainer.state.log_history)
 
 
@@ -119,22 +110,14 @@ class _CourseTrainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Passes steps and figures on, and asks for an end with a checkpoint on a signal to stop."""
+    """Passes steps and figures on."""
 
-    def __init__(self, trainer: Trainer, stop: threading.Event, observe: Observer) -> None:
-        self._accelerator = trainer.accelerator
-        self._stop = stop
+    def __init__(self, observe: Observer) -> None:
         self._observe = observe
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if state.is_world_process_zero:
             self._observe(state.global_step, state.max_steps, {})
-        if self._stop.is_set():
-            self._accelerator.set_trigger()
-        # If any process gets a signal to stop, all must end after the same step.
-        if self._accelerator.check_trigger():
-            self._stop.set()
-            control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if state.is_world_process_zero:
@@ -188,27 +171,6 @@ def state_of(checkpoint: Path) -> TrainerState | None:
         return TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-
-
-@contextmanager
-def _interrupts(stop: threading.Event) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM end training after the step; the next one ends the process as usual."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 REPORT = "training.json"

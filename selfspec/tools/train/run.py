@@ -1,4 +1,4 @@
-"""Run a training: from a checkpoint and text to a folder with the result, its report and its curves."""
+"""Run a training: from a checkpoint and text to a folder with the result and its report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from selfspec.measure.environment import environment
 from selfspec.measure.prompts import check_reads_text
 from selfspec.model.identity import fingerprint
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.plot import plot
 from selfspec.tools.train.corpus import all_documents, beginnings, given_text, identified, written_text
 from selfspec.tools.train.course import CHECKPOINTS, Observer, RunFolder, resumed_step, train
 from selfspec.tools.train.eagle3 import Eagle3Lesson
@@ -53,11 +52,9 @@ def run(
         CorpusError: a text cannot be read or is too short.
         TrainingError: a package is missing, the settings do not fit, the folder is taken, or the loss became NaN.
         StorageError: the folder cannot be written to, or the disk is full; what was finished is kept.
-        KeyboardInterrupt: interrupted; repeat the call to resume.
     """
-    for package in ("accelerate", "matplotlib", "pandas"):
-        if find_spec(package) is None:
-            raise TrainingError(f"training needs {package}; pip install 'selfspec[train]'")
+    if find_spec("accelerate") is None:
+        raise TrainingError("training needs accelerate; pip install 'selfspec[train]'")
     # Only training needs the package, so it may be missing.
     from accelerate import PartialState
 
@@ -132,13 +129,8 @@ def run(
         "doubts": doubts(before, [*log, after]),
         "log": log,
     }
-
-    def save(new: Path) -> None:
-        lesson.save(new, dtype, after)
-        draw_curves(log, new / "curves.png")
-
     if processes.is_main_process:
-        folder.finish(save, report)
+        folder.finish(lambda new: lesson.save(new, dtype, after), report)
     return report
 
 
@@ -146,33 +138,6 @@ def _unobserved(step: int, steps: int, figures: Mapping[str, float]) -> None:
     """Leave it to the first process to say what happens."""
 
 
-def draw_curves(log: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw the loss, and each exit's agreement with the full model, by the `step` of each point of a log."""
-    import pandas
-
-    panels = {"loss": "nats a token", "held_out_loss": "nats a token"}
-    points = [
-        {
-            "step": point["step"],
-            "value": value,
-            "figure": panels.get(name, "top-1 agreement, held out"),
-            "curve": name.removeprefix("agreement_").replace("_", " "),
-        }
-        for point in log
-        for name, value in point.items()
-        if name in panels or name.startswith("agreement_")
-    ]
-    # Of many exits some tell how deep they are.
-    exits = [
-        name for name in dict.fromkeys(point["curve"] for point in points) if name not in ("loss", "held out loss")
-    ]
-    drawn = {*exits[:: -(-len(exits) // _CURVES)], *exits[-1:], "loss", "held out loss"} if exits else None
-    shown = [point for point in points if drawn is None or point["curve"] in drawn]
-    plot(pandas.DataFrame(shown), "step", "value", "curve", panel="figure", share=False, to=file)
-
-
-# Curves of exits in a picture.
-_CURVES = 6
 # Nats a token that the full model may lose before it is said; a rise of the loss.
 _RUINED, _RISEN = 0.3, 1.15
 # Norms of gradients, which are clipped to 1: of SmolLM2 135M 33 to 89 where it learnt, and 195 where it was ruined.
