@@ -40,11 +40,12 @@ def inspect(
     with Console(stderr=True).status("Looking at the checkpoint"):
         from selfspec.measure.summary import describe
         from selfspec.model.checkpoint import read_config
+        from selfspec.model.registry import mtp_layout
         from selfspec.placement.packed import device_of, format_of_weights
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
         from selfspec.placement.whole import survey_whole
-        from selfspec.tools.prospects import CONTEXT, CheckpointSummary, held_modules, prospects
+        from selfspec.tools.prospects import CONTEXT, CheckpointSummary, prospects
 
         prepare_process(threads=None)
         config, format = read_config(place), format_of_weights(place, weights)
@@ -55,7 +56,8 @@ def inspect(
         planned = None
         if budget.memory is not None:
             planned = plan_checkpoint(place, budget.memory, None, True, budget.context, source, weights=format)
-    plan, modules = None if planned is None else planned.to_dict(), held_modules(place, config)
+    plan, layout = None if planned is None else planned.to_dict(), mtp_layout(config)
+    modules = None if layout is None else layout.promised(config.get_text_config(decoder=True)) or None
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
     if output == "text":
         tables = [
@@ -111,7 +113,7 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
         "at its peak": f"{shown_bytes(sum(here.account.values()))} with 4,096 tokens: "
         + ", ".join(f"{shown_bytes(size)} {what}" for what, size in here.account.items()),
         **({} if here.packed is None else {here.weights or "planes": _in_fewer(found, here.packed)}),
-        **({} if found.mtp is None else {"MTP modules": str(found.mtp)}),
+        **({} if found.mtp is None else {"MTP modules": f"{found.mtp} by its config: --draft mtp"}),
         "auto drafts": here.doubt or _gains(found),
         "next": "\n".join(here.commands),
     }

@@ -1,4 +1,4 @@
-"""Texts that a model writes from prompts, which drafts meet as it generates; and the cycles that it falls into."""
+"""Texts that a model writes from prompts, which drafts meet as it generates; and how far they repeat themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selfspec.model.identity import weight_of
 # Of the texts that weights are fitted on; rows that are written at a time.
 _TOKENS, _ROWS = 256, 4
 # Shorter repeats are ordinary text: indentation, brackets, digits.
-_SHORTEST_RUN = 8
+_RUN = 8
 
 
 @dataclass(frozen=True)
@@ -103,24 +103,10 @@ def continued(
     return texts
 
 
-def in_cycles(tokens: Sequence[int], longest: int = 64) -> list[bool]:
-    """Return whether each token is in a passage, of at most `longest` tokens, that comes three times in succession."""
-    inside = [False] * len(tokens)
-    for period in range(1, min(longest, len(tokens) // 3) + 1):
-        begin = period
-        for place in range(period, len(tokens) + 1):
-            if place < len(tokens) and tokens[place] == tokens[place - period]:
-                continue
-            if place - begin >= max(2 * period, _SHORTEST_RUN):
-                inside[begin - period : place] = [True] * (place - begin + period)
-            begin = place + 1
-    return inside
-
-
-def cycle_share(tokens: Sequence[int]) -> float:
-    """Return the share of tokens inside repeating cycles; 0 for no tokens."""
-    inside = in_cycles(tokens)
-    return sum(inside) / len(inside) if inside else 0.0
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Return the share of runs of eight tokens that came before (rep-n of Welleck et al., 2019); 0 where none is."""
+    runs = [*zip(*(tokens[place:] for place in range(_RUN)), strict=False)]
+    return 1 - len({*runs}) / len(runs) if runs else 0.0
 
 
 def random_state_kept() -> AbstractContextManager[None]:

@@ -233,39 +233,19 @@ def _cut_state(model: nn.Module, prefix: str, layers: Sequence[int]) -> dict[str
 
 def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter) -> tuple[int, ...]:
     """Return the layers that a draft is; refuse one that is not whole layers, or was made for another model."""
-    if drafter is None:
-        raise DraftConfigError("plain decoding has no draft to export; name one, e.g. exit:4 or skip:layers=3,5")
-    if not isinstance(drafter, Drafter):
+    if drafter is not None and not isinstance(drafter, Drafter):
         raise DraftConfigError(f"a drafter is exported, such as EarlyExit(layer=4), got {shown(drafter)}")
-    name = draft_name(drafter)
-    if drafter.runs == "model" and not drafter.sources:
-        raise DraftConfigError(f"{name} is a checkpoint of its own already; give its folder to the other engine")
-    if drafter.sources and drafter.last.runs != "nothing":
-        raise DraftConfigError(
-            f"{name} drafts from text first, which no checkpoint can; export its last part, "
-            f"{draft_name(drafter.last)}; other engines look up by themselves (docs/other_engines.md)"
-        )
-    if not isinstance(drafter, LayerPathDrafter):
-        raise DraftConfigError(
-            f"{name} drafts without a model, so there is no checkpoint to export; vLLM looks up by its method ngram, "
-            "transformers by prompt_lookup_num_tokens (docs/other_engines.md)"
-        )
-    depth = len(adapter.decoder_layers(model))
-    path = drafter.path(depth)
-    drafter.check_model(model, adapter)
-    if path.copy is not None:
-        raise DraftConfigError(
-            f"{name} runs layers in fewer bits, which a checkpoint of these weights does not hold; export the layers "
-            "(exit:E, skip:layers=...) and let the engine quantize them"
-        )
-    if not drafter.runs_exact_layers(depth):
-        raise DraftConfigError(
-            f"{name} reads less of the cache, or fewer experts, than a checkpoint of these layers would; export the "
-            "layers alone (exit:E, skip:layers=...)"
-        )
-    if drafter.head is not None and drafter.head.adapter is not None:
-        raise DraftConfigError(f"the head of {name} is no layer of the model; export the layers alone (exit:E)")
-    return _whole_layers(path, name)
+    if isinstance(drafter, LayerPathDrafter):
+        depth, head = len(adapter.decoder_layers(model)), drafter.head
+        path = drafter.path(depth)
+        drafter.check_model(model, adapter)
+        adapted = head is not None and head.adapter is not None
+        if path.copy is None and drafter.runs_exact_layers(depth) and not adapted:
+            return _whole_layers(path, draft_name(drafter))
+    raise DraftConfigError(
+        f"{draft_name(drafter)} is not layers of the model as they are, which is all that a checkpoint holds; export "
+        "exit:E or skip:layers=..., and let the other engine look up or quantize by itself (docs/other_engines.md)"
+    )
 
 
 def _whole_layers(path: LayerPath, name: str) -> tuple[int, ...]:

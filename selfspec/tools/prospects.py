@@ -10,18 +10,15 @@ from shlex import quote
 from typing import Any
 
 import torch
-from torch import Size
 from transformers import PreTrainedConfig
 
 from selfspec.control.profile import UNCALIBRATED, Profile, Setting, clear_gain, find_profile, folder
-from selfspec.draft.heads.folder import SCALE, HeadFolder
-from selfspec.draft.heads.mtp import folder_of
 from selfspec.draft.registry import PLAIN, draft_name
-from selfspec.errors import CheckpointError, HeadError, ProfileError, UnsupportedModelError
+from selfspec.errors import CheckpointError, ProfileError, UnsupportedModelError
 from selfspec.formats.format import Format
 from selfspec.measure.summary import ModelSummary, Weights
 from selfspec.model.checkpoint import local_folder, weight_files
-from selfspec.model.registry import find_adapter, has_encoder, mtp_layout, without_weights
+from selfspec.model.registry import find_adapter, has_encoder, without_weights
 from selfspec.model.sizes import widening
 from selfspec.placement.packed import exact_format, has_packed_weights
 from selfspec.placement.quantised import quantisation_of
@@ -76,42 +73,19 @@ class Prospects:
     weights: str | None
 
 
-@dataclass(frozen=True)
-class HeldModules:
-    """Counts the modules for multi-token prediction of a checkpoint.
-
-    Attributes:
-        promised: number of modules by its config; 0: the config says nothing.
-        held: number of modules in its files; None: its files are not all here.
-        parameters: number of parameters of these modules.
-    """
-
-    promised: int
-    held: int | None
-    parameters: int
-
-    def __str__(self) -> str:
-        if self.held:
-            return f"{self.held}, {self.parameters:,} parameters: draft mtp"
-        lacking = (
-            "the weights are not here" if self.held is None else "the files have none: download the checkpoint whole"
-        )
-        return f"the config promises {self.promised}, and {lacking}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary(ModelSummary):
     """`selfspec MODEL` and `selfspec inspect MODEL`: bytes are those in memory.
 
     Attributes:
         here: what it can do on this machine.
-        mtp: its modules for multi-token prediction; null: checkpoints of this architecture have none.
+        mtp: modules for multi-token prediction that its config promises; null: none.
         plan: with --memory: what would stay, what is streamed, and how fast.
     """
 
     checkpoint: str
     here: Prospects
-    mtp: HeldModules | None = None
+    mtp: int | None = None
     plan: dict[str, Any] | None = None
 
 
@@ -223,26 +197,3 @@ def _commands(name: str, encodes: bool, budget: str | None, calibrated: bool) ->
     if budget is None and not calibrated:
         yield f"selfspec calibrate {name}"
     yield f"selfspec generate {name}{'' if budget is None else ' --memory ' + budget} --prompt TEXT"
-
-
-def held_modules(name: str, config: PreTrainedConfig) -> HeldModules | None:
-    """Count the modules of a checkpoint, by its folder or by its name on the hub, from files on this machine.
-
-    None: selfspec knows no modules of this architecture, or the checkpoint neither has nor promises one.
-    """
-    layout, text = mtp_layout(config), config.get_text_config(decoder=True)
-    if layout is None:
-        return None
-    folder = folder_of(name)
-    try:
-        shapes = HeadFolder(folder).shapes() if folder is not None else None
-    except HeadError:
-        shapes = None
-    promised, depth = layout.promised(text), text.num_hidden_layers
-    if not promised and (shapes is None or not layout.held(shapes, depth)):
-        return None
-    if shapes is None:
-        return HeldModules(promised, None, 0)
-    modules = [layout.renamed(shapes, depth, module) for module in range(layout.held(shapes, depth))]
-    size = sum(Size(shapes[each]).numel() for names in modules for each in names if not each.endswith(SCALE))
-    return HeldModules(promised, len(modules), size)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import selfspec
@@ -140,20 +139,8 @@ def test_json_is_the_anatomy_of_the_loaded_model(said: Said, copied: Path, stori
 
 def test_modules_for_multi_token_prediction_are_said(invoke: Invoke, said: Said, tmp_path: Path) -> None:
     published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
-    weights = load_file(tmp_path / "model.safetensors")
-    module = [each for name, each in weights.items() if ".layers.4." in name]
-    shown = invoke("inspect", str(tmp_path)).stdout
-    assert f"1, {sum(each.numel() for each in module):,} parameters: draft mtp" in shown
-    save_file(
-        {name: each for name, each in weights.items() if ".layers.4." not in name}, tmp_path / "model.safetensors"
-    )
-    shown = " ".join(invoke("inspect", str(tmp_path)).stdout.split())
-    assert "the config promises 1, and the files have none: download the checkpoint whole" in shown
-    found = said("inspect", str(tmp_path))["mtp"]
-    assert found == {"promised": 1, "held": 0, "parameters": 0}
-    (tmp_path / "model.safetensors").unlink()
-    found = said("inspect", str(tmp_path))["mtp"]
-    assert found == {"promised": 1, "held": None, "parameters": 0}
+    assert "1 by its config: --draft mtp" in invoke("inspect", str(tmp_path)).stdout
+    assert said("inspect", str(tmp_path))["mtp"] == 1
 
 
 def test_the_plan_of_a_budget(invoke: Invoke, said: Said, folder: str) -> None:

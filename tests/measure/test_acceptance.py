@@ -21,7 +21,7 @@ from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.measure import acceptance
 from selfspec.measure import teacher_forced as module
 from selfspec.measure.acceptance import Acceptance, Readout
-from selfspec.measure.own_text import Continuation, continued, cycle_share
+from selfspec.measure.own_text import Continuation, continued, repeated_share
 from selfspec.measure.teacher_forced import (
     DraftPath,
     LayerViews,
@@ -152,17 +152,16 @@ def test_substitutes_of_a_file_are_the_files(tmp_path: Path) -> None:
     [
         ([], 0.0),
         (list(range(30)), 0.0),
-        ([7] * 20, 1.0),
-        ([1, 2, 3, 4] * 5, 1.0),
-        ([*range(10, 30), *[1, 2, 3, 4, 5] * 4], 0.5),
-        # Twice is no cycle.
-        ([*range(10)] * 2, 0.0),
-        # Nor is a short run, such as indentation.
+        ([7] * 20, 12 / 13),
+        ([1, 2, 3, 4] * 5, 9 / 13),
+        ([*range(10, 30), *[1, 2, 3, 4, 5] * 4], 8 / 33),
+        ([*range(10)] * 2, 3 / 13),
+        # A short run, such as indentation, is ordinary text.
         ([0, 0, 0, 0, 0, 1, 2, 3, 4, 5], 0.0),
     ],
 )
-def test_cycles(tokens: list[int], share: float) -> None:
-    assert cycle_share(tokens) == share
+def test_runs_of_eight_tokens_that_came_before_are_repeats(tokens: list[int], share: float) -> None:
+    assert repeated_share(tokens) == pytest.approx(share)
 
 
 def test_the_exits_loss_teaches_the_layers_before_it_and_the_head_but_none_behind() -> None:

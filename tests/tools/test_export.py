@@ -88,11 +88,11 @@ def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
-        (lambda: None, "no draft to export"),
-        (lambda: drafts.PromptLookup(), "method ngram"),
-        (lambda: drafts.Recycling(), "no checkpoint to export"),
-        (lambda: drafts.Cascade(drafts.PromptLookup(), drafts.EarlyExit(2)), "export its last part, exit:2"),
-        (lambda: drafts.LowPrecision(8), "fewer bits"),
+        (lambda: None, "none is not layers of the model"),
+        (lambda: drafts.PromptLookup(), "look up or quantize by itself"),
+        (lambda: drafts.Recycling(), "recycle is not layers"),
+        (lambda: drafts.Cascade(drafts.PromptLookup(), drafts.EarlyExit(2)), r"lookup\+exit:2 is not layers"),
+        (lambda: drafts.LowPrecision(8), "int8 is not layers"),
         (lambda: drafts.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
         (lambda: drafts.EarlyExit(9), "out of range"),
     ],
@@ -107,7 +107,7 @@ def test_what_is_no_whole_layers_is_refused(
 
 def test_a_head_that_is_no_layer_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
     head = ExitHead(2, DraftHead(ExitAdapter(32, 8).double()), fingerprint(llama))
-    with pytest.raises(SelfSpecError, match="no layer of the model"):
+    with pytest.raises(SelfSpecError, match="is not layers of the model"):
         export_checkpoint(llama, None, head, tmp_path / "draft")
 
 

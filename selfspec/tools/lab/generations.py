@@ -18,7 +18,7 @@ from selfspec.draft import Drafter, PromptLookup
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.environment import environment
-from selfspec.measure.own_text import cycle_share
+from selfspec.measure.own_text import repeated_share
 from selfspec.measure.rounding import Bound, tie_gap, widths_of
 from selfspec.measure.spare_cores import CoreWatch
 from selfspec.measure.stock import bare, read_reference, stepwise_logits
@@ -168,7 +168,7 @@ def arm_rows(
                         "prompt_tokens": len(prompt),
                         "new_tokens": len(text),
                         "token_ids": text,
-                        "repeated_share": cycle_share(text),
+                        "repeated_share": repeated_share(text),
                         **counted,
                         **({} if expected is None else {"equal": text == expected[number][row]}),
                         **({} if result.refused is None else {"refused": refused}),

@@ -29,9 +29,9 @@ _HOW = ("decoder", "content", "reach", "lossless")
 FEW = 10
 """Of fewer texts an interval says little."""
 
-# Texts with a larger share of their tokens in repeating cycles flatter any draft; level of tests of quality; rounds of
-# which fewer than this share had a draft; draft tokens judged at a position, below which it is not drawn.
-_CYCLING, _LEVEL, _RARELY, _ENOUGH = 0.1, 0.05, 0.05, 10
+# Texts that repeat a larger share of themselves flatter any draft; level of tests of quality; rounds of which fewer
+# than this share had a draft; draft tokens judged at a position, below which it is not drawn.
+_REPEATING, _LEVEL, _RARELY, _ENOUGH = 0.1, 0.05, 0.05, 10
 
 
 def summarise(rows: Iterable[Row]) -> DataFrame:
@@ -340,7 +340,7 @@ def doubts(table: DataFrame) -> list[str]:
         undrafted = [row["arm"] for row in named if row.get("drafting_share", 1.0) < _RARELY]
         if undrafted:
             found.append(f"{name}: hardly a round had a draft, so there is nothing to judge ({'; '.join(undrafted)})")
-        looping = [row["arm"] for row in every if row.get("repeated_share", 0.0) > _CYCLING]
+        looping = [row["arm"] for row in every if row.get("repeated_share", 0.0) > _REPEATING]
         if looping:
             found.append(f"{name}: texts repeat themselves, which flatters drafts ({'; '.join(looping)})")
         for row in every:
