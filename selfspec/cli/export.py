@@ -26,8 +26,7 @@ def export(
             help="What to export: `exit:4`, `skip:layers=3,5` or `skip-file:FILE`.",
         ),
     ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where it goes: a folder.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where it goes: a new folder.")],
     dtype: Dtype = "auto",
     threads: Threads = None,
     output: Output = "text",
@@ -53,7 +52,7 @@ def export(
     read_config(place)
     checkpoint = load_checkpoint(place, dtype, "cpu")
     check_reads_text(checkpoint.model)
-    done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to, overwrite=overwrite)
+    done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to)
     if output == "text":
         console().print(_shown(done), soft_wrap=True)
     return done

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from selfspec.cli.options import MemoryOptions, Model, Output, WeightFormat, prepare_process
@@ -16,25 +14,20 @@ from selfspec.measure.embedded import model_place
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from selfspec.measure.summary import Weights
     from selfspec.placement.place import PlannedCheckpoint
     from selfspec.tools.prospects import CheckpointSummary, Gain
 
-Parts = Annotated[
-    bool, typer.Option("--parts", help="Show what each part weighs, and what drafts in fewer bits and from exits read.")
-]
-
 
 def inspect(
-    model: Model, budget: MemoryOptions, weights: WeightFormat = None, parts: Parts = False, output: Output = "text"
+    model: Model, budget: MemoryOptions, weights: WeightFormat = None, output: Output = "text"
 ) -> CheckpointSummary:
     """Say what a checkpoint can do here: whether it fits, what drafts, what that gains, which command is next.
 
     The same as selfspec MODEL. Weights are read only where a profile of selfspec calibrate may be of them.
 
     With --memory, also how it would be loaded within a budget, and how fast it would decode: by the bandwidths of disk
-    and memory, or of host and GPU, measured here; what --weights packs is packed for it first. With --parts, the draft
-    cost ratio c is what a draft step reads over what a target step reads, head included.
+    and memory, or of host and GPU, measured here; what --weights packs is packed for it first. The JSON also has what
+    each part weighs, and what draft steps in fewer bits and from exits read.
     """
     place = model_place(model)
     with Console(stderr=True).status("Looking at the checkpoint"):
@@ -60,31 +53,10 @@ def inspect(
     modules = None if layout is None else layout.promised(config.get_text_config(decoder=True)) or None
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
     if output == "text":
-        tables = [
-            *(_parts_tables(found) if parts else ()),
-            *(() if planned is None else [_plan_table(planned, budget)]),
-        ]
         console().print(facts_table(_overview(found)), soft_wrap=True)
-        for table in tables:
-            console().print("", table, sep="\n")
+        if planned is not None:
+            console().print("", _plan_table(planned, budget), sep="\n")
     return found
-
-
-def _parts_tables(summary: CheckpointSummary) -> Iterator[Table]:
-    exits = [(f"exit:{each.layer}", f"{each.bytes_read:,}", f"{each.cost_ratio:.3f}") for each in summary.exits]
-    target = ("target", f"{summary.target_bytes_read:,}", "1.000")
-    fewer = [(each.format, f"{each.bytes:,}", f"{each.share:.1%}") for each in summary.substitutes]
-    parts = ((part, f"{weights.parameters:,}", f"{weights.bytes:,}") for part, weights in _parts(summary))
-    total = "total, tied weights once" if summary.tied else "total"
-    whole = (total, f"{summary.total.parameters:,}", f"{summary.total.bytes:,}")
-    yield figures_table("Weights", ["part"], ["parameters", "bytes"], [*parts, (), whole])
-    yield figures_table("Drafting in fewer bits, beside the weights", ["draft"], ["bytes", "of the weights"], fewer)
-    yield figures_table(
-        "Draft cost of each exit, by weights read (head included)",
-        ["draft"],
-        ["bytes a step", "cost ratio c"],
-        [*exits, (), target],
-    )
 
 
 def _plan_table(planned: PlannedCheckpoint, budget: MemoryOptions) -> Table:
@@ -148,22 +120,6 @@ def _gains(found: CheckpointSummary) -> str:
         return "nothing" if each.draft == PLAIN else f"with {each.draft}, {each.speedup:.1f} times plain decoding"
 
     return f"greedily {gain(here.greedy)}; sampling {gain(here.sampled)}; measured here"
-
-
-def _parts(summary: CheckpointSummary) -> Iterator[tuple[str, Weights]]:
-    """Yield what each part weighs; runs of equal layers are one, named by their numbers: deep models have few kinds."""
-    yield "embedding", summary.embedding
-    if summary.encoder.parameters:
-        yield "encoder", summary.encoder
-    for layer, run in groupby(enumerate(summary.layers), key=lambda numbered: numbered[1]):
-        numbers = [number for number, _ in run]
-        named = f"layer {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
-        window = f", window {layer.window}" if layer.window else ""
-        yield f"{named}, each: attention{window}", layer.attention.weights
-        yield f"{named}, each: MLP", layer.mlp.weights
-        yield f"{named}, each: norms", layer.norms
-    yield "final norm", summary.final_norm
-    yield "head, tied to the embedding" if summary.tied else "head", summary.head
 
 
 def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:

@@ -62,7 +62,6 @@ def export_checkpoint(
     drafter: Drafter | None,
     to: str | Path,
     *,
-    overwrite: bool = False,
     adapter: Adapter | None = None,
 ) -> Exported:
     """Write a draft as a folder that `transformers`, vLLM and SGLang load as a model.
@@ -75,7 +74,6 @@ def export_checkpoint(
         tokenizer: the model's tokenizer, saved beside the weights; None: engines need it from elsewhere.
         drafter: a draft that leaves early or skips whole layers.
         to: a folder that does not exist, or is empty.
-        overwrite: True to replace an existing folder.
         adapter: the model's adapter; None: the declared one.
 
     Raises:
@@ -95,8 +93,7 @@ def export_checkpoint(
     layers = layers_of(drafter, model, found)
     assert isinstance(drafter, LayerPathDrafter)
     name, head = draft_name(drafter), drafter.head
-    if not overwrite:
-        check_new(place, "choose another place, or overwrite it (--overwrite)")
+    check_new(place, "choose another place")
     check_output_folder(place)
     with whole_folder(place) as folder:
         cut = cut_model(model, found, layers)

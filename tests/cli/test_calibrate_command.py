@@ -117,11 +117,10 @@ def no_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("profiles")))
 
 
-def test_tables(invoke: Invoke, folder: str) -> None:
-    ending = invoke("inspect", folder, "--parts")
+def test_facts(invoke: Invoke, folder: str) -> None:
+    ending = invoke("inspect", folder)
     assert (ending.status, ending.stderr) == (0, "")
-    layers = ("LlamaForCausalLM", "5 layers", "self_attn: LlamaAttention", "layer 0-4, each: MLP")
-    for said in (*layers, "exit:4", "260,032", "Drafting in fewer bits", "int8"):
+    for said in ("LlamaForCausalLM", "5 layers", "self_attn: LlamaAttention", "260,032"):
         assert said in ending.stdout
 
 

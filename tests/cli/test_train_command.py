@@ -64,15 +64,15 @@ def test_json_counts_the_tokens_of_all_texts(invoke: Invoke, folder: str, tmp_pa
     assert once["bytes"] == (tmp_path / "corpus").stat().st_size - (twice["bytes"] - once["bytes"])
 
 
-def test_an_exported_checkpoint_is_written_over_when_asked(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_is_not_written_over(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     to = tmp_path / "draft"
     assert invoke("export", folder, "--draft", "exit:2", "--to", str(to)).status == 0
     written, own = (AutoTokenizer.from_pretrained(place)("a dog").input_ids for place in (to, folder))
     assert written == own
     again = invoke("export", folder, "--draft", "skip:layers=1", "--to", str(to))
     assert again.status == 1
-    assert "--overwrite" in again.stderr
-    over = invoke("export", folder, "--draft", "skip:layers=1", "--to", str(to), "--overwrite", "--output", "json")
+    assert "choose another place" in again.stderr
+    over = invoke("export", folder, "--draft", "skip:layers=1", "--to", str(tmp_path / "other"), "--output", "json")
     assert json.loads(over.stdout)["layers"] == [0, 2, 3, 4]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -32,9 +31,9 @@ def check_new(place: Path, remedy: str) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder`, old content too, on success, and is deleted on failure."""
+    """Yield an empty folder that on success becomes `folder`, which is empty or not there; else it is deleted."""
     place = folder.absolute()
-    draft, old = (place.parent / f".{place.name}.{uuid.uuid4().hex}" for _ in range(2))
+    draft = place.parent / f".{place.name}.{uuid.uuid4().hex}"
     with writing(folder):
         place.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
@@ -44,13 +43,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             for each in filter(Path.is_file, draft.rglob("*")):
                 each.chmod(mode)
             if exists(place):
-                os.replace(place, old)
-            try:
-                os.replace(draft, place)
-            except OSError:
-                if exists(old):
-                    os.replace(old, place)
-                raise
+                place.rmdir()
+            draft.replace(place)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
