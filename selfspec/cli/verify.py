@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,12 +199,14 @@ def _drafts(report: VerifyReport) -> Table:
     from rich.table import Column
     from rich.text import Text
 
+    from selfspec.tools.verify.report import Check
+
     bound, rejected, rules = report.bound, report.rejected, report.settings.rules
     columns = ("greedy texts", "as plain", "forced tokens", "logits off by", "tokens a pass", "coupled texts")
     table = figures_table("What is equal, by draft", [Column("draft", no_wrap=True)], columns)
     table.add_column("p, by rule", justify="right", no_wrap=True)
     for draft in report.drafts:
-        forced, fits = draft.forced, {fit.rule: fit for fit in draft.fits}
+        (forced,), fits = draft.of(Check.TEACHER_FORCED), {fit.rule: fit for fit in draft.fits}
         p_values = [
             Text(f"{fits[rule].p_value:.2g}", style=_WRONG if fits[rule] in rejected else "")
             if rule in fits
@@ -213,19 +215,18 @@ def _drafts(report: VerifyReport) -> Table:
         ]
         table.add_row(
             draft.name,
-            _equal_texts(draft.free_running, bound),
-            "-" if draft.beside_plain is None else _equal_texts({"": draft.beside_plain}, bound),
+            _equal_texts(draft.of(Check.FREE_RUNNING), bound),
+            _equal_texts(draft.of(Check.PLAIN), bound),
             _share(forced.equal_tokens, forced.tokens, forced.divergences, bound),
             Text(f"{draft.logits_off:.1e}", style=_WRONG if draft.logits_off > bound.most_off else ""),
             f"{draft.stats.mean_accepted_length:.2f}",
-            _equal_texts(draft.coupled, bound) if draft.coupled else "-",
+            _equal_texts(draft.of(Check.COUPLED), bound),
             Text(", ").join(p_values),
         )
     return table
 
 
-def _equal_texts(by_rule: Mapping[str, Comparison], bound: Bound) -> Text:
-    compared = by_rule.values()
+def _equal_texts(compared: Sequence[Comparison], bound: Bound) -> Text:
     divergences = [divergence for each in compared for divergence in each.divergences]
     return _share(sum(each.equal_texts for each in compared), sum(each.texts for each in compared), divergences, bound)
 
@@ -233,5 +234,7 @@ def _equal_texts(by_rule: Mapping[str, Comparison], bound: Bound) -> Text:
 def _share(equal: int, total: int, divergences: Sequence[Divergence], bound: Bound) -> Text:
     from rich.text import Text
 
+    if not total:
+        return Text("-")
     wrong = any(not divergence.is_near_tie(bound) for divergence in divergences)
     return Text(f"{equal}/{total}", style=_WRONG if wrong else "yellow" if divergences else "")

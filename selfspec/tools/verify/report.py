@@ -89,9 +89,10 @@ class Comparison:
                 if self.check is not Check.TEACHER_FORCED:
                     return
 
-    def to_dict(self) -> dict[str, int]:
-        """Counts, ready for JSON. Divergences are listed by the report."""
-        return {"texts": self.texts, "equal_texts": self.equal_texts, "tokens": self.tokens}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts, ready for JSON. Divergences are listed by the report."""
+        counts = {"texts": self.texts, "tokens": self.tokens, "divergences": len(self.divergences)}
+        return {"check": self.check, "rule": self.rule, **counts}
 
 
 class Exactness(StrEnum):
@@ -107,49 +108,44 @@ class DraftReport:
     """Findings for one draft; `none` is plain decoding.
 
     Attributes:
-        forced: the texts of `model.generate` read through selfspec's passes.
-        logits_off: the largest difference of any logit there from the stock model's one-token passes.
-        free_running: greedy texts against `model.generate`'s, by acceptance rule.
-        beside_plain: the same texts against plain decoding's in selfspec's loop; None for plain decoding itself.
-        off_plain: the largest difference of any logit from plain decoding's of the same text; 0: all have the same
-            bits.
-        coupled: coupled sampling against plain decoding, by rule; empty for plain decoding.
+        comparisons: by kind and rule: greedy texts with `model.generate`'s, and these read through selfspec's passes; of
+            drafts, also greedy and coupled texts with plain decoding's in selfspec's loop.
+        logits_off: the largest difference of any logit of the texts that were read from the stock model's one-token
+            passes.
+        off_plain: the largest difference of these logits from plain decoding's; 0: all have the same bits.
     """
 
     name: str
-    forced: Comparison
+    comparisons: dict[tuple[Check, str | None], Comparison] = field(default_factory=dict)
     logits_off: float = 0.0
-    free_running: dict[str, Comparison] = field(default_factory=dict)
-    beside_plain: Comparison | None = None
     off_plain: float = 0.0
     stats: Stats = field(default_factory=Stats)
-    coupled: dict[str, Comparison] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
+
+    def compared(self, check: Check, rule: str | None = None) -> Comparison:
+        """Return the comparison of a kind under a rule, which begins empty."""
+        return self.comparisons.setdefault((check, rule), Comparison(check, self.name, rule))
+
+    def of(self, *checks: Check) -> list[Comparison]:
+        """Return the comparisons of some kinds."""
+        return [each for each in self.comparisons.values() if each.check in checks]
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
         """Divergences of all checks."""
-        beside = () if self.beside_plain is None else (self.beside_plain,)
-        texts = (*self.free_running.values(), *beside, *self.coupled.values(), self.forced)
-        return tuple(divergence for each in texts for divergence in each.divergences)
+        return tuple(divergence for each in self.comparisons.values() for divergence in each.divergences)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the divergences, ready for JSON."""
-        stats, forced = self.stats.to_dict(), self.forced
+        stats = self.stats.to_dict()
         return {
             "draft": self.name,
-            "free_running": {rule: compared.to_dict() for rule, compared in self.free_running.items()},
-            "beside_plain": None if self.beside_plain is None else self.beside_plain.to_dict(),
-            "teacher_forced": {
-                "positions": forced.tokens,
-                "equal_positions": forced.equal_tokens,
-                "logits_off": self.logits_off,
-                "off_plain": self.off_plain,
-            },
+            "comparisons": [compared.to_dict() for compared in self.comparisons.values()],
+            "logits_off": self.logits_off,
+            "off_plain": self.off_plain,
             "acceptance": {
                 name: stats[name] for name in ("judged", "accepted", "acceptance_rate", "mean_accepted_length")
             },
-            "coupled": {rule: compared.to_dict() for rule, compared in self.coupled.items()},
             "fits": [asdict(fit) for fit in self.fits],
         }
 
@@ -212,7 +208,7 @@ class VerifyReport:
             more = f", and {len(self.failures) - 1} more" if len(self.failures) > 1 else ""
             return f"{self.exactness}: {self.failures[0]}{more}"
         if not self.divergences:
-            tokens = sum(compared.tokens for draft in self.drafts for compared in draft.free_running.values())
+            tokens = _tokens(self, Check.FREE_RUNNING)
             return f"{self.exactness}: all {tokens} greedy tokens are the model's own{_bits(self)}{_sampled(self)}"
         widest = max(divergence.gap or 0.0 for divergence in self.divergences)
         number = len(self.divergences)
@@ -242,8 +238,12 @@ def _bits(report: VerifyReport) -> str:
     return ", every draft's logits plain decoding's to the bit" * report.keeps_bits
 
 
+def _tokens(report: VerifyReport, check: Check) -> int:
+    return sum(compared.tokens for draft in report.drafts for compared in draft.of(check))
+
+
 def _sampled(report: VerifyReport) -> str:
-    tokens = sum(compared.tokens for draft in report.drafts for compared in draft.coupled.values())
+    tokens = _tokens(report, Check.COUPLED)
     coupled = f", {tokens} coupled tokens those of plain decoding" * bool(tokens)
     if not report.fits:
         return coupled
@@ -263,8 +263,7 @@ def _failures(report: VerifyReport) -> Iterator[str]:
         if off > bound.most_off:
             yield f"{each.name}: logits are off by {off:.2g}, and rounding moves them by {bound.largest:.2g}"
     for each in report.drafts if report.settings.runtime == "batch-invariant" else ():
-        texts = (*each.coupled.values(), *([] if each.beside_plain is None else [each.beside_plain]))
-        parted = sum(len(compared.divergences) for compared in texts)
+        parted = sum(len(compared.divergences) for compared in each.of(Check.COUPLED, Check.PLAIN))
         if parted or each.off_plain:
             yield (
                 f"{each.name}: logits are off plain decoding's by {each.off_plain:.2g} and {parted} texts part "

@@ -91,7 +91,7 @@ def verify(
 
     coupled, fits = len(chosen.coupled_rules), (len(tested) - 1) * len(chosen.sampled_rules)
     progress.begin(len(prompts) * (1 + len(tested)) + coupled * len(tested) + 1 + fits + coupled)
-    reports = {name: DraftReport(name, Comparison(Check.TEACHER_FORCED, name)) for name in tested}
+    reports = {name: DraftReport(name) for name in tested}
     bound = Bound(widths_of(chosen.draft_length))
     texts = []
     for number, prompt in enumerate(prompts):
@@ -108,8 +108,7 @@ def verify(
                 plain = decoded
             else:
                 _check_beside_plain(stock, reference.prompt, plain, decoded, number, reports[name])
-    for name, compared in check_coupled(stock, prompts, tested, chosen, progress).items():
-        reports[name].coupled = compared
+    _check_coupled(stock, prompts, tested, reports, chosen, progress)
     progress.step("looking for places to sample at")
     places = choose_places(stock, texts, chosen.samples)
     for fit in check_fits(tested, places, chosen, progress):
@@ -149,14 +148,13 @@ def _check_greedy(
     # Without drafts there is nothing that a rule could judge.
     for rule in settings.greedy_rules if spec.draft is not None else settings.greedy_rules[:1]:
         output = spec.generate(prompt, mask, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
-        comparison = report.free_running.setdefault(rule, Comparison(Check.FREE_RUNNING, report.name, rule))
         texts[rule] = output.sequences[0, prompt.shape[1] :].tolist()
-        compare(comparison, texts[rule])
+        compare(report.compared(Check.FREE_RUNNING, rule), texts[rule])
         report.stats = Stats.together([report.stats, output.stats])
     logits = forced_logits(spec, prompt, expected)
     off = largest_difference(logits, reference.logits.float()).max().item()
     report.logits_off = max(report.logits_off, off)
-    compare(report.forced, logits.argmax(-1).tolist())
+    compare(report.compared(Check.TEACHER_FORCED), logits.argmax(-1).tolist())
     return _Decoded({rule: text for rule, text in texts.items() if find_rule(rule).lossless}, logits)
 
 
@@ -209,7 +207,7 @@ def _check_beside_plain(
     model: PreTrainedModel, prompt: Tensor, plain: _Decoded, drafted: _Decoded, number: int, report: DraftReport
 ) -> None:
     """Compare a draft's texts and logits of a prompt with those of plain decoding in selfspec's loop."""
-    report.beside_plain = comparison = report.beside_plain or Comparison(Check.PLAIN, report.name)
+    comparison = report.compared(Check.PLAIN)
     report.off_plain = max(report.off_plain, largest_difference(drafted.logits, plain.logits).max().item())
     for own in plain.texts.values():
         for found in drafted.texts.values():
@@ -235,17 +233,17 @@ def _check(tested: Mapping[str, SelfSpeculative], prompts: Sequence[Tensor], set
         plain.stream(prompt, torch.ones_like(prompt), max_new_tokens=settings.max_new_tokens, do_sample=False)
 
 
-def check_coupled(
+def _check_coupled(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
     tested: Mapping[str, SelfSpeculative],
+    reports: Mapping[str, DraftReport],
     settings: Settings,
     watch: Watch,
-) -> dict[str, dict[str, Comparison]]:
+) -> None:
     """Sample from all prompts in one batch, by plain decoding and every draft; compare by draft and coupling rule."""
     # Of different lengths, so that rows advance by different amounts.
     asked = Prompts.padded(prompts)
-    compared: dict[str, dict[str, Comparison]] = {name: {} for name in tested}
     for rule in settings.coupled_rules:
         texts = {}
         for name, spec in tested.items():
@@ -255,12 +253,11 @@ def check_coupled(
             )
         plain, *drafting = texts.items()
         for name, found in drafting:
-            compared[name][rule] = comparison = Comparison(Check.COUPLED, name, rule)
+            comparison = reports[name].compared(Check.COUPLED, rule)
             for row, (own, other) in enumerate(zip(plain[1], found, strict=True)):
                 comparison.add(
                     row, own, other, partial(_gap_of_row, model, prompts[row], row, own, other, settings.seed)
                 )
-    return compared
 
 
 def _gap_of_row(

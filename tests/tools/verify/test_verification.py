@@ -79,11 +79,10 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert (report.dtype, report.device, report.depth, report.prompts) == ("float32", "cpu", 5, 2)
     assert [draft.name for draft in report.drafts] == ["none", "skip:attn=1", "exit:4"]
     for draft in report.drafts:
-        assert draft.free_running["token"].equal_texts == 2
-        assert draft.forced.tokens == 32
+        assert draft.compared(Check.FREE_RUNNING, "token").equal_texts == 2
+        assert draft.compared(Check.TEACHER_FORCED).tokens == 32
         assert draft.logits_off <= report.bound.most_off
-    assert report.drafts[0].beside_plain is None
-    assert [draft.beside_plain.equal_texts for draft in report.drafts if draft.beside_plain is not None] == [2, 2]
+    assert [[each.equal_texts for each in draft.of(Check.PLAIN)] for draft in report.drafts] == [[], [2], [2]]
     # Draft tokens were accepted and rejected, so both were verified.
     assert all(0 < draft.stats.accepted < draft.stats.judged for draft in report.drafts[1:])
     tests = [(fit.draft, fit.rule) for fit in report.fits]
@@ -151,7 +150,7 @@ def test_texts_that_end_early(stories: PreTrainedModel, prompts: list[Tensor]) -
     # A full stop ends the text.
     copied.generation_config = GenerationConfig(eos_token_id=426, pad_token_id=0)
     report = verified(copied, prompts, TEXTS, DRAFTS[:1])
-    assert report.drafts[0].free_running["token"].tokens < 2 * TEXTS.max_new_tokens
+    assert report.drafts[0].compared(Check.FREE_RUNNING, "token").tokens < 2 * TEXTS.max_new_tokens
     assert report.exactness is Exactness.EXACT
 
 
@@ -261,9 +260,9 @@ def test_a_relaxed_rule_is_not_exact(stories: PreTrainedModel, prompts: list[Ten
     assert not report.settings.lossless
     assert report.to_dict()["lossless"] is False
     assert report.failures[-1] == "relaxed-top-k is not lossless, whatever was measured"
-    greedy = report.drafts[-1].free_running
-    assert greedy["token"].equal_texts == 2
-    assert greedy["relaxed-top-k"].equal_texts < 2
+    greedy = {each.rule: each.equal_texts for each in report.drafts[-1].of(Check.FREE_RUNNING)}
+    assert greedy["token"] == 2
+    assert greedy["relaxed-top-k"] < 2
     assert not failed(report, "under token")
 
 
