@@ -31,11 +31,11 @@ from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
-from selfspec.tools.lab.arms import RUNTIMES, RuntimeName, runtime_named
+from selfspec.tools.lab.arms import RUNTIMES, runtime_named
 
 Cases = dict[str, Callable[[], Rows]]
 
-_BY = (RuntimeName.EAGER, RuntimeName.GRAPHS)
+_BY = ("eager", "graphs")
 _CHAIN, _TREE = FixedLength(3), FixedLength(3, nodes=7)
 _DRAFTS = {
     "plain": (PLAIN, _CHAIN),
@@ -56,7 +56,7 @@ def first_cases(bench: Bench) -> Cases:
     return {f"{by}, {name}": partial(_seen, bench, by, name) for by, name in product(_BY, _DRAFTS)}
 
 
-def _seen(bench: Bench, by: RuntimeName, name: str) -> Rows:
+def _seen(bench: Bench, by: str, name: str) -> Rows:
     """Compare texts of a draft with plain decoding's, of the small trained model in float32; count waits of a round."""
     heard, logger = BufferingHandler(100), getLogger(trial.__name__)
     logger.addHandler(heard)
@@ -69,7 +69,7 @@ def _seen(bench: Bench, by: RuntimeName, name: str) -> Rows:
     return {"": {**figures, "kernels in Triton": FAILED + "; ".join(said) if said else kernels}}
 
 
-def _written(bench: Bench, by: RuntimeName, name: str) -> dict[str, Estimate | float | str]:
+def _written(bench: Bench, by: str, name: str) -> dict[str, Estimate | float | str]:
     checkpoint = bench.models.small("float32")
     model, (draft, length) = bare(checkpoint.model), _DRAFTS[name]
     context, tokens, rounds = (8, 12, 2) if bench.miniature else (64, 96, 12)
@@ -151,7 +151,7 @@ def wait_cases(bench: Bench) -> Cases:
     return cases
 
 
-def _counted(bench: Bench, by: RuntimeName, draft: str, length: int | None, temperature: float) -> Rows:
+def _counted(bench: Bench, by: str, draft: str, length: int | None, temperature: float) -> Rows:
     checkpoint = bench.models.trained("1B")
     # Texts long enough that programs of every kind are made and proved, and that no round is the last.
     warm_ups, rounds, tokens = (1, 2, 24) if bench.miniature else (2, 16, 192)
@@ -196,7 +196,7 @@ def capture_cases(bench: Bench) -> Cases:
 
 def _captured(bench: Bench, draft: str, control: Control) -> Rows:
     checkpoint, captures = bench.models.trained("1B"), list[float]()
-    kind: Any = RUNTIMES[RuntimeName.GRAPHS]
+    kind: Any = RUNTIMES["graphs"]
 
     class Noting(kind):
         """Notes how long each capture takes."""
@@ -233,14 +233,14 @@ def cost_cases(shape: str, bench: Bench) -> Cases:
     exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
     context, longer = (16, 24) if bench.miniature else (512, 4096)
     wanted = [(by, draft, context, 1) for by, draft in product(reversed(_BY), ("int8", "int4", exit_))]
-    wanted += [(RuntimeName.GRAPHS, exit_, context, 8), (RuntimeName.GRAPHS, exit_, longer, 1)]
+    wanted += [("graphs", exit_, context, 8), ("graphs", exit_, longer, 1)]
     return {
         f"{by}, {draft}, batch {batch}, {tokens} tokens": partial(_costs, shape, bench, by, draft, tokens, batch)
         for by, draft, tokens, batch in wanted
     }
 
 
-def _costs(shape: str, bench: Bench, by: RuntimeName, draft: str, context: int, batch: int) -> Rows:
+def _costs(shape: str, bench: Bench, by: str, draft: str, context: int, batch: int) -> Rows:
     model, drafter = bare(bench.models.random(shape)), parse_draft(draft)
     assert isinstance(drafter, LayerPathDrafter)
     # Refuses by name what the device cannot run.

@@ -113,7 +113,7 @@ class Arms:
         from selfspec.accept import find_rule
         from selfspec.draft import Drafter, EarlyExit
         from selfspec.model.checkpoint import find_device
-        from selfspec.tools.lab.arms import ArmSpec, RuntimeName, control_of, usual_runtime_name
+        from selfspec.tools.lab.arms import ArmSpec, control_of, usual_runtime_name
 
         depth = model.prepare()
         device = find_device(model.device)
@@ -121,8 +121,7 @@ class Arms:
         kinds: set[str] = {"lookup", "early-exit", "draft"} if self.arm is None else {*self.arm}
         if self.arm is None and device.type == "cuda":
             kinds.add("static")
-        runtime = usual_runtime_name(device) if self.runtime is None else RuntimeName(self.runtime)
-        own = ArmSpec("plain", runtime=runtime)
+        own = ArmSpec("plain", runtime=self.runtime or usual_runtime_name(device))
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
         read: dict[str, tuple[str, Drafter | Profile | str | None]] = {}
         for draft in drafts:

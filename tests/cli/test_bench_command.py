@@ -65,9 +65,9 @@ def test_the_arms_in_order(folder: str) -> None:
     assert names(folder, arm=["draft", "static"], runtime="eager", **ruled) == [
         "model.generate",
         "model.generate, static cache, compiled",
-        "selfspec plain, stock modules",
-        "selfspec exit:1, length 4, token, stock modules",
-        "selfspec exit:1, length 4, block, stock modules",
+        "selfspec plain, eager",
+        "selfspec exit:1, length 4, token, eager",
+        "selfspec exit:1, length 4, block, eager",
     ]
     assert names(folder, arm=["draft"], draft=["exit:1"], nodes=[4, 8])[2:] == [
         "selfspec exit:1",

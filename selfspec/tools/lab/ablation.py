@@ -22,7 +22,7 @@ from selfspec.measure.teacher_forced import (
     teacher_forced_figures,
 )
 from selfspec.measure.watch import Unwatched, Watch
-from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, RuntimeName, make_arm, usual_runtime_name
+from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import content, named_drafts
 from selfspec.tools.lab.generations import ArmRun, arm_rows, measure, run_of, turns_of
 from selfspec.tools.lab.prices import Prices, costs_run, find_costs
@@ -146,10 +146,9 @@ class StudyOfModel:
         return len(self.studied.prompts[run.labels["workload"]])
 
     @property
-    def runtime(self) -> RuntimeName:
+    def runtime(self) -> str:
         """How passes are run: as `selfspec bench` and `generate` do."""
-        named = self.study.runtime
-        return usual_runtime_name(self.studied.model.device) if named is None else RuntimeName(named)
+        return self.study.runtime or usual_runtime_name(self.studied.model.device)
 
     def forced(self, draft: str) -> bool:
         """Return whether teacher forcing can judge a draft."""
@@ -166,7 +165,7 @@ class StudyOfModel:
         # Each text has a seed of its own.
         del under["seed"]
         rule = content(self.studied.given.rules.get(study.accept) or find_rule(study.accept))
-        how = {"accept": study.accept, "rule": rule, "runtime": str(self.runtime)}
+        how = {"accept": study.accept, "rule": rule, "runtime": self.runtime}
         return Run("generation", {**under, **how}, labels)
 
     def judge(self, text: Run, some: Sequence[Run]) -> list[list[Row]]:

@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 import torch
@@ -32,31 +31,22 @@ from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime,
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
 
-
-class RuntimeName(StrEnum):
-    """Names of the runtimes."""
-
-    EAGER = "eager"
-    NATIVE = "native"
-    GRAPHS = "graphs"
-    INVARIANT = "batch-invariant"
-
-
-RUNTIMES: dict[RuntimeName, type[Runtime]] = {
-    RuntimeName.EAGER: Eager,
-    RuntimeName.NATIVE: Native,
-    RuntimeName.GRAPHS: CudaGraphs,
-    RuntimeName.INVARIANT: BatchInvariant,
+RUNTIMES: dict[str, type[Runtime]] = {
+    "eager": Eager,
+    "native": Native,
+    "graphs": CudaGraphs,
+    "batch-invariant": BatchInvariant,
 }
+"""Runtimes by name."""
 
 
-def usual_runtime_name(device: torch.device) -> RuntimeName:
+def usual_runtime_name(device: torch.device) -> str:
     """Return the name of the runtime for a device where nobody names one, as `wrap` and `load` take it."""
     usual = type(usual_runtime([device]))
     return next(name for name, kind in RUNTIMES.items() if kind is usual)
 
 
-def runtime_named(name: RuntimeName, after: int | None = None) -> Runtime:
+def runtime_named(name: str, after: int | None = None) -> Runtime:
     """Make a runtime; `after` None: its default number of passes of a kind before a program is made."""
     kind = RUNTIMES[name]
     return kind(after=after) if after is not None and issubclass(kind, Native | CudaGraphs) else kind()
@@ -184,12 +174,6 @@ ArmKind = Literal["generate", "static", "lookup", "early-exit", "plain", "draft"
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
 _LOOK_UP_TOKENS = 10
-_RUNTIMES = {
-    RuntimeName.NATIVE: "",
-    RuntimeName.EAGER: ", stock modules",
-    RuntimeName.GRAPHS: ", CUDA graphs",
-    RuntimeName.INVARIANT: ", batch-invariant",
-}
 
 _COMPILERS = ("g++", "clang++", "c++")
 
@@ -210,7 +194,7 @@ class ArmSpec:
     length: int | None = None
     nodes: int | None = None
     accept: str | None = None
-    runtime: RuntimeName = RuntimeName.NATIVE
+    runtime: str = "native"
     lossless: bool = True
     content: str = ""
 
@@ -220,7 +204,7 @@ class ArmSpec:
         length = "" if self.length is None else f", length {self.length}"
         nodes = "" if self.nodes is None else f", {self.nodes} nodes"
         rule = "" if self.accept is None else f", {self.accept}"
-        how = _RUNTIMES[self.runtime]
+        how = "" if self.runtime == "native" else f", {self.runtime}"
         draft = self.draft or ""
         names: dict[ArmKind, str] = {
             "generate": "model.generate",

@@ -25,7 +25,7 @@ from selfspec.measure.stock import bare, read_reference, stepwise_logits
 from selfspec.measure.timing import Call
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, RuntimeName, runtime_named
+from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, runtime_named
 from selfspec.tools.lab.drafts import path_of, paths_of
 from selfspec.tools.lab.prices import RoundCosts
 from selfspec.tools.lab.runs import Row, Run, Runs, digest_of, origin
@@ -43,7 +43,7 @@ def run_of(of: Row, cell: Cell, prompts: Sequence[Prompts], arm: ArmSpec, labels
     named = {"workload": conditions.pop("workload"), "arm": arm.name, "lossless": decodes.pop("lossless")}
     decodes = {**decodes, "decoder": decodes.pop("kind"), "draft_length": decodes.pop("length")}
     digest = digest_of([call.rows for call in prompts])
-    under = {**of, **conditions, "prompts": digest, **decodes, "runtime": str(arm.runtime), **how}
+    under = {**of, **conditions, "prompts": digest, **decodes, **how}
     return Run("generation", under, {**labels, **named})
 
 
@@ -215,7 +215,7 @@ def costs_of(
     """
     chains = [arm if isinstance(arm, OwnArm) and arm.spec.own and arm.spec.nodes is None else None for arm in arms]
     drafts = [None if arm is None else arm.drafter(cell) for arm in chains]
-    runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), RuntimeName.NATIVE)
+    runtime = next((arm.spec.runtime for arm in arms if arm.spec.own), "native")
     lengths = sorted({*_LENGTHS, max([*_LENGTHS, *(arm.spec.length or 1 for arm in arms)])})
     measured = measure_costs(
         model,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The qualitative palette of Okabe and Ito (2008), and two of Tol (2021) that go with it.
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BLACK, OLIVE, WINE = "#E69F00", "#56B4E9", "#000000", "#999933", "#882255"
-GREY, PALE = "#777777", "#BBBBBB"
+PALE = "#BBBBBB"
 SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, OLIVE, WINE)
 """Colours that the colour-blind tell apart, in this order."""
 

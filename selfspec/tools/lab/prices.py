@@ -20,7 +20,7 @@ from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.sizes import share_read, widening
-from selfspec.tools.lab.arms import RuntimeName, runtime_named
+from selfspec.tools.lab.arms import runtime_named
 from selfspec.tools.lab.drafts import content, path_of, paths_of
 from selfspec.tools.lab.runs import Row, Run
 from selfspec.tools.lab.study import Pricing, StudiedModel
@@ -183,10 +183,10 @@ def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:
     return {draft_name(each): each for each in (*skips, *exits)}
 
 
-def costs_run(studied: StudiedModel, drafts: Iterable[str], pricing: Pricing, runtime: RuntimeName) -> Run:
+def costs_run(studied: StudiedModel, drafts: Iterable[str], pricing: Pricing, runtime: str) -> Run:
     """Return the run that finds what drafts cost: exits and skip sets by their sublayers, other paths by themselves."""
     alone = {name: content(path) for name, path in _alone(studied, drafts).items()}
-    timed = {"runtime": str(runtime)} if pricing == "measured" else {}
+    timed = {"runtime": runtime} if pricing == "measured" else {}
     return Run("costs", {**studied.origin, "pricing": pricing, **timed, "alone": alone}, {"model": studied.name})
 
 
@@ -219,7 +219,7 @@ def find_costs(studied: StudiedModel, drafts: Iterable[str], run: Run) -> list[R
         repeats=_REPEATS,
         lengths=_LENGTHS,
         # As drafts are confirmed.
-        base=wrap(bare(model), adapter=adapter, runtime=runtime_named(RuntimeName(run.under["runtime"]), after=0)),
+        base=wrap(bare(model), adapter=adapter, runtime=runtime_named(run.under["runtime"], after=0)),
     )
     known = {name: RoundCosts.of(measured, name) for name in alone}
     prices = replace(prices_by_measurement(measured, paths, depth), known=known)

@@ -108,8 +108,8 @@ class DraftReport:
     """Findings for one draft; `none` is plain decoding.
 
     Attributes:
-        comparisons: by kind and rule: greedy texts with `model.generate`'s, and these read through selfspec's passes; of
-            drafts, also greedy and coupled texts with plain decoding's in selfspec's loop.
+        comparisons: by kind and rule: greedy texts with `model.generate`'s, and these read through selfspec's passes;
+            of drafts, also greedy and coupled texts with plain decoding's in selfspec's loop.
         logits_off: the largest difference of any logit of the texts that were read from the stock model's one-token
             passes.
         off_plain: the largest difference of these logits from plain decoding's; 0: all have the same bits.

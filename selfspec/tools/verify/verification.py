@@ -25,7 +25,7 @@ from selfspec.measure.stock import Reference, bare, read_reference, stepwise_log
 from selfspec.measure.watch import Unwatched, Watch
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import Prompts, RuntimeName, runtime_named
+from selfspec.tools.lab.arms import Prompts, runtime_named
 from selfspec.tools.verify.fit import check_fits, choose_places, sampled_texts
 from selfspec.tools.verify.report import Check, Comparison, DraftReport, VerifyReport
 from selfspec.tools.verify.settings import Settings
@@ -80,7 +80,7 @@ def verify(
     found = adapter or find_adapter(model)
     depth = len(found.decoder_layers(model))
     stock = bare(model)
-    runtime = None if chosen.runtime is None else runtime_named(RuntimeName(chosen.runtime))
+    runtime = None if chosen.runtime is None else runtime_named(chosen.runtime)
     tested: dict[str, SelfSpeculative] = {}
     for drafter in (None, *(default_drafts(depth) if drafts is None else drafts)):
         name = draft_name(drafter)

@@ -23,7 +23,6 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
 from selfspec.tools.lab.ablation import Finding, work_on
-from selfspec.tools.lab.arms import RuntimeName
 from selfspec.tools.lab.drafts import Space, draft_kind, skip_name
 from selfspec.tools.lab.prices import Prices, costs_run, prices_by_measurement, prices_by_weights, timed_paths
 from selfspec.tools.lab.runs import Runs
@@ -31,7 +30,7 @@ from selfspec.tools.lab.search import scored, search, sets_by_similarity, speed
 from selfspec.tools.lab.study import StudiedModel
 from selfspec.tools.lab.table import estimate_in, pareto_front, records
 
-NATIVE = RuntimeName.NATIVE
+NATIVE = "native"
 pytest.importorskip("pandas")
 
 STUDY = declared(drafts="sublayers", temperatures=1.0, draft_lengths=[1, 2, 4], max_new_tokens=34, reach=1)
