@@ -52,10 +52,6 @@ def calibrate(
             "plain decoding.",
         ),
     ] = None,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Consider suffix trees over a corpus too: a file of `selfspec index`."),
-    ] = None,
     prompt_file: PromptFile = None,
     chat: Chat = False,
     prompts: Annotated[int, typer.Option(min=1, help="Use N prompts, spread evenly over the file.")] = 4,
@@ -98,7 +94,6 @@ def calibrate(
         check_output_folder(profiles.folder())
     else:
         check_output_file(to)
-    over = None if corpus is None else str(corpus)
     checkpoint = model.load()
     check_reads_text(checkpoint.model)
     writer, device = prompt_writer(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device
@@ -110,7 +105,6 @@ def calibrate(
             ids,
             drafters,
             measurements,
-            corpus=over,
             keep=keep,
             watch=StepBar(progress),
         )

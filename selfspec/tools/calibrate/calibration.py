@@ -19,7 +19,7 @@ from selfspec.arguments import checked_path
 from selfspec.control import Control, CostAware
 from selfspec.control.costs import BatchCosts, Forecast
 from selfspec.control.profile import Chosen, Profile, Setting
-from selfspec.draft import Drafter, Suffixes
+from selfspec.draft import Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import BenchError, UnsupportedModelError
@@ -77,7 +77,6 @@ def calibrate(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     accept: str | Rule | None = None,
-    corpus: str | None = None,
     keep: str | Path | None = None,
     adapter: Adapter | None = None,
     watch: Watch | None = None,
@@ -96,7 +95,6 @@ def calibrate(
         measurements: how much is measured; None: the defaults.
         tokenizer: for prompts that are texts.
         accept: acceptance rule of the candidates; None: selfspec's default.
-        corpus: a file of `selfspec index`; suffix trees over it are considered as well. None: no corpus.
         keep: a new folder for a report of the generations, and for all their texts, as of `selfspec.bench`; None:
             they are not kept.
         adapter: where the model keeps its layers, for an architecture selfspec does not know.
@@ -128,8 +126,6 @@ def calibrate(
         for each in every.values()
         if not isinstance(each, LayerPathDrafter)
     ]
-    if corpus is not None:
-        Suffixes(corpus).check_model(model, found)
     setting = Setting.of(model)
     busy = CoreWatch()
     plain = wrap(bare(model), adapter=found, accept=accept, runtime=Native(after=0))
@@ -166,7 +162,7 @@ def calibrate(
     nodes = asked.nodes if _reads_trees(model, found) else 0
     for temperature, alpha, rate in zip(temperatures, alphas, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
-        candidates = to_confirm(predictions, named, nodes, corpus, others)
+        candidates = to_confirm(predictions, named, nodes, others)
         trials.append(confirm(plain, candidates, costs, grouped, temperature, asked, progress))
         best = fastest(trials[-1].confirmed)
         winners.append(None if best is None else candidates[best.name])

@@ -134,13 +134,12 @@ def to_confirm(
     predictions: Mapping[str, Forecast],
     drafters: Mapping[str, LayerPathDrafter],
     nodes: int = 0,
-    corpus: str | None = None,
     others: Sequence[Candidate] = (),
 ) -> dict[str, Candidate]:
     """Return candidates by name: what runs no model, the best paths alone and behind it; recycling, and trees.
 
     `predictions` has the best first. `nodes` are those of the largest trees; a smaller budget has half as many, 0 is
-    none. `others` are no path of the model; those that run a head grow trees as well.
+    none. `others` are no path of the model; those that run a head or look into a corpus grow trees as well.
     """
     look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]
@@ -150,9 +149,9 @@ def to_confirm(
     budgets = [budget for budget in (nodes // 2, nodes) if budget > 1]
     candidates += [Candidate(path, budget) for path in worth[:1] for budget in budgets]
     if budgets:
-        free: list[Drafter] = [Recycling(), *([] if corpus is None else [Suffixes(corpus)])]
-        candidates += [Candidate(each, budget) for each in free for budget in budgets]
-    grown = [replace(each, nodes=nodes) for each in others if nodes > 1 and each.draft.runs == "model"]
+        candidates += [Candidate(Recycling(), budget) for budget in budgets]
+    branching = [each for each in others if each.draft.runs == "model" or isinstance(each.draft, Suffixes)]
+    grown = [replace(each, nodes=nodes) for each in branching if nodes > 1]
     return {each.name: each for each in [*others, *grown, *candidates]}
 
 

@@ -28,6 +28,7 @@ from selfspec.draft import (
     PromptLookup,
     RowsView,
     Stateless,
+    Suffixes,
 )
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
@@ -177,6 +178,7 @@ def test_trees_of_two_sizes_are_tried_along_the_best_path_and_recycling_with_the
     names = ["recycle, 3 nodes", "recycle, 6 nodes"]
     assert list(found)[-2:] == names
     assert [costs_of(found[name], costs).draft for name in names] == [0.0, 0.0]
+    assert "suffix, 6 nodes" in to_confirm({}, {}, 6, [Candidate(Suffixes())])
 
 
 def _confirmed(**speedups: float) -> list[Confirmed]:
