@@ -14,10 +14,11 @@ from selfspec.cli.terminal import StepBar, print_tables, progress_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
-_SHOWN = 8
 _DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or any draft."
 _WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
 PRINTED = ("draft_length", "n", "alpha", "acceptance_rate", "c", "predicted_speedup", "speedup", "equal")
+SHOWN = 8
+"""Columns and lines of tables that commands print."""
 
 _Texts = list[str] | None
 _Numbers = list[int] | None
@@ -137,7 +138,7 @@ def ablate(
         files=[*map(str, files)],
     )
     if output == "text":
-        print_tables(finding.table, PRINTED, _SHOWN)
+        print_tables(finding.table, PRINTED, SHOWN)
         for doubt in result.doubts:
             print(doubt)
         for row in result.failed:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec.cli.ablate import PRINTED, DraftLengths, TextsAndCosts, given, prepare_quietly
+from selfspec.cli.ablate import PRINTED, SHOWN, DraftLengths, TextsAndCosts, given, prepare_quietly
 from selfspec.cli.options import MachineOptions, Model, Output, Seed
 from selfspec.cli.terminal import StepBar, print_tables, progress_bar
 from selfspec.errors import DraftConfigError
@@ -23,14 +23,12 @@ class Searched:
     """`selfspec search`.
 
     Attributes:
-        front: no set is both cheaper and better than one of these.
         sublayers: the fewest and the most that sets leave out.
         doubts: which figures say less than they seem to.
         files: tables, pictures and report, where the search is kept.
     """
 
     best: dict[str, Any]
-    front: list[dict[str, Any]]
     scores: list[dict[str, Any]]
     file: str
     study: dict[str, Any]
@@ -73,7 +71,7 @@ def search(
     from selfspec.tools.lab.report import require_packages, write_report
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.study import Study, check_inputs, load
-    from selfspec.tools.lab.table import doubts, pareto_front
+    from selfspec.tools.lab.table import doubts
 
     prepare_quietly(machine.threads)
     require_packages()
@@ -88,7 +86,7 @@ def search(
     with progress_bar("searching") as bar:
         finding = searching.search(studied, study, space, evaluations, runs, StepBar(bar))
     scores = searching.scored(finding)
-    best, front = max(scores, key=searching.speed), pareto_front(scores)
+    best = max(scores, key=searching.speed)
     about: dict[str, Any] = {
         "study": asdict(study),
         "sublayers": [space.fewest, space.most],
@@ -98,16 +96,12 @@ def search(
     files = [] if keep is None else write_report("Search for a skip set", finding.judged, about, keep)
     found = doubts(finding.table)
     if output == "text":
-        import pandas
-
-        print_tables(pandas.DataFrame(front), PRINTED)
-        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *found, sep="\n")
-    return Searched(
-        best=best, front=front, scores=scores, file=str(to), doubts=found, files=[*map(str, files)], **about
-    )
+        print_tables(finding.table, PRINTED, SHOWN)
+        print(*_verdict(model, best["draft"], searching.speed(best), len(scores), to), *found, sep="\n")
+    return Searched(best=best, scores=scores, file=str(to), doubts=found, files=[*map(str, files)], **about)
 
 
-def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:
+def _verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:
     """Say what a search found and saved in a file, and what to do next; `promised` is in times plain decoding."""
     counted = f"{sets} set{'s' * (sets != 1)} evaluated"
     if promised <= 1:

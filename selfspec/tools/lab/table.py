@@ -358,12 +358,3 @@ def doubts(table: DataFrame) -> list[str]:
                 f"{name}: texts more or less likely than plain decoding's, by more than chance: {'; '.join(differing)}"
             )
     return found
-
-
-def pareto_front(drafts: Iterable[Row]) -> list[Row]:
-    """Return the drafts that no other beats in both acceptance and cost, cheapest first."""
-    front: list[Row] = []
-    for row in sorted(drafts, key=lambda row: (row["c"], -row["alpha"])):
-        if not front or row["alpha"] > front[-1]["alpha"]:
-            front.append(row)
-    return front

@@ -20,7 +20,7 @@ from selfspec.tools.lab.plot import COLUMN, plot, read_table
 from selfspec.tools.lab.prices import RoundCosts
 from selfspec.tools.lab.report import draw, write_report
 from selfspec.tools.lab.runs import FILE, Row, Run, Runs
-from selfspec.tools.lab.table import doubts, p_value, pareto_front, positions, records, summarise
+from selfspec.tools.lab.table import doubts, p_value, positions, records, summarise
 
 pandas = pytest.importorskip("pandas")
 
@@ -151,11 +151,6 @@ def test_refused_and_absent_arms_have_a_line_without_figures() -> None:
     assert absent["absence"] == "no compiler"
     assert "n" not in absent
     assert line(rows_of(refused=True), "exit:2")["refused"] is True
-
-
-def test_the_front_holds_what_nothing_beats() -> None:
-    drafts = [{"c": c, "alpha": alpha} for c, alpha in ((0.5, 0.6), (0.2, 0.4), (0.6, 0.5), (0.2, 0.3))]
-    assert pareto_front(drafts) == [drafts[1], drafts[0]]
 
 
 def study(layers: int = 12) -> list[Row]:
