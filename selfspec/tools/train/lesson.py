@@ -113,7 +113,7 @@ class LayerSkipLesson(Lesson):
     def loss(self, model: nn.Module, batch: Blocks, step: int, steps: int) -> Tensor:
         recipe, depth = self._recipe, len(self._layers)
         active = recipe.active(depth, step, steps)
-        rates = recipe.dropout_rates(depth, step, steps)
+        rates = recipe.dropout_rates(depth)
         with self._readout.recorded(active) as states, layer_dropout(self._layers, rates):
             full = model(input_ids=batch.ids, use_cache=False).logits
         *shares, share = recipe.weights(depth, active)

@@ -163,10 +163,6 @@ class LayerSkipRecipe:
 
     exits: Exits = ()
     dropout: Annotated[float, Option(help="Chance that a sample skips the last layer.")] = 0.1
-    dropout_curriculum: Annotated[
-        Literal["constant", "exponential"],
-        Option(help="`constant`, or `exponential`: the chance rises from 0 over the training."),
-    ] = "constant"
     curriculum: Annotated[
         Literal["rotational", "gradual", "all"],
         Option(help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`."),
@@ -190,10 +186,10 @@ class LayerSkipRecipe:
             raise TrainingError(f"rotation {self.rotation} or exit scale {self.exit_scale} is out of range")
         return tuple(sorted(exits)) or tuple(range(1, depth))
 
-    def dropout_rates(self, depth: int, step: int, steps: int) -> list[float]:
-        """Return the chance to skip each layer, in step t of T: p_l = S(t) (exp(l ln 2 / (N - 1)) - 1) p_max."""
-        scale = 1.0 if self.dropout_curriculum == "constant" else _rising(step, steps)
-        return [scale * _rising(layer, depth) * self.dropout for layer in range(depth)]
+    def dropout_rates(self, depth: int) -> list[float]:
+        """Return the chance to skip each layer: p_l = (exp(l ln 2 / (N - 1)) - 1) p_max."""
+        rise = math.log(2) / max(depth - 1, 1)
+        return [math.expm1(layer * rise) * self.dropout for layer in range(depth)]
 
     def active(self, depth: int, step: int, steps: int) -> list[int]:
         """Return the exits that take part in a step. The full model always does."""
@@ -226,11 +222,6 @@ def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:
                 f"exit {exit_layer!r} is out of range: this model has {depth} layers, choose 1..{depth - 1}"
             )
     return tuple(dict.fromkeys(exits))
-
-
-def _rising(place: int, places: int) -> float:
-    """Rise exponentially from 0 at the first place to 1 at the last."""
-    return math.expm1(place * math.log(2) / (places - 1)) if places > 1 else 0.0
 
 
 def _sum_below(count: int) -> int:

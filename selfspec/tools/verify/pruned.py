@@ -12,7 +12,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.errors import PromptError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.model.stock_passes import over_cache
@@ -26,14 +25,12 @@ def draft_logits(
 ) -> Tensor:
     """Compute logits of draft steps over the end of texts, `[batch, length]`, whose beginning the full model has read.
 
-    The draft reads the last `block` tokens, one at a time. Returns `[batch, block, vocab]`.
+    The draft reads the last `block` tokens, one at a time, with at least one before. Returns `[batch, block, vocab]`.
 
     Raises:
         DraftConfigError: the draft does not fit the model.
-        PromptError: the block is not in 1..length - 1.
         UnsupportedModelError: there is no adapter.
     """
-    _check_block(ids, block)
     found = adapter or find_adapter(model)
     depth = len(found.decoder_layers(model))
     path = draft.path(depth)
@@ -54,18 +51,9 @@ def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor, 
     """Compute the same by `transformers` alone: the full model reads the beginning, a pruned copy continues.
 
     In the copy the weights and biases of the linears that end the skipped sublayers are 0.
-
-    Raises:
-        PromptError: the block is not in 1..length - 1.
     """
-    _check_block(ids, block)
     cache = DynamicCache(config=model.config)
     past = ids.shape[1] - block
     model(ids[:, :past], **over_cache(model, cache))
     logits: Tensor = pruned(ids[:, past:], **over_cache(pruned, cache)).logits
     return logits
-
-
-def _check_block(ids: Tensor, block: int) -> None:
-    if not 1 <= block < ids.shape[1]:
-        raise PromptError(f"a block of {block} tokens does not fit texts of {ids.shape[1]}; leave the full model some")

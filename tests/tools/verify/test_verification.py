@@ -435,17 +435,6 @@ def test_a_right_adapter_drafts_as_the_pruned_model(architecture: str, draft: La
     torch.testing.assert_close(drafted, pruned_logits(model, zeroed(model, draft.path(tiny.DEPTH).skipped), ids, BLOCK))
 
 
-@pytest.mark.parametrize("block", [0, 14, 15, -1])
-def test_blocks_and_drafts_that_do_not_fit_are_refused(block: int) -> None:
-    model = tiny.llama()
-    with pytest.raises(PromptError, match="does not fit"):
-        draft_logits(model, EarlyExit(1), tiny.prompt(14), block)
-    with pytest.raises(PromptError, match="does not fit"):
-        pruned_logits(model, model, tiny.prompt(14), block)
-    with pytest.raises(DraftConfigError, match="out of range"):
-        draft_logits(model, EarlyExit(9), tiny.prompt(14), BLOCK)
-
-
 SAMPLES = 400
 TEXTS_COMPARISON = [tuple(tiny.prompt(12, seed=seed)[0].tolist()) for seed in range(3)]
 
