@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from selfspec.api import SelfSpeculative
+from selfspec.measure.rounding import Bound
 from selfspec.measure.stock import end_tokens
 from selfspec.measure.watch import Watch
 from selfspec.model.stock_passes import logits_after
 from selfspec.tools.verify.settings import Settings
 
-# Rounding may move a probability twice as far as it was seen to; the statistic has squares.
+# Rounding may move a logit twice as far as it was seen to; the statistic has squares.
 _SAFETY = 4
 
 
@@ -45,11 +46,12 @@ class Fit:
 
 
 def check_fits(
-    tested: Mapping[str, SelfSpeculative], places: Sequence[Place], settings: Settings, watch: Watch
+    tested: Mapping[str, SelfSpeculative], places: Sequence[Place], bound: Bound, settings: Settings, watch: Watch
 ) -> list[Fit]:
     """Test what every draft draws under every rule, at the places in turn.
 
     Tokens of a coupling rule do not depend on the draft, so there plain decoding, the first of all, is tested for all.
+    The chi-square divergence that rounding makes is the variance of what it adds to logits, summed over tokens.
     """
     from scipy.stats import chisquare, ncx2
 
@@ -62,6 +64,7 @@ def check_fits(
     trials += [(plain, rule, turn) for turn, rule in enumerate(settings.coupled_rules)]
     seeds = torch.Generator().manual_seed(settings.seed)
     samples, fits = settings.samples, []
+    variance = NEW_TOKENS * float(bound.gap_moved.double().square().mean())
     for draft, rule, turn in trials:
         watch.step(f"sampling, {rule}: {draft}")
         place = places[turn % len(places)]
@@ -69,7 +72,7 @@ def check_fits(
         observed = [counts[outcome] for outcome in place.cells]
         expected = [samples * probability for probability in (*place.cells.values(), place.rest)]
         statistic = float(chisquare([*observed, samples - sum(observed)], expected).statistic)
-        degrees, noncentrality = len(place.cells), _SAFETY * samples * place.discrepancy
+        degrees, noncentrality = len(place.cells), _SAFETY * samples * variance / place.temperature**2
         fits.append(
             Fit(
                 draft=draft,
@@ -146,15 +149,13 @@ Outcome = tuple[int, ...]
 class Place:
     """A prefix and the model's probabilities after it: of likely outcomes, by themselves, and of all others.
 
-    An outcome has `NEW_TOKENS` tokens, or fewer that end the text. `discrepancy` is the chi-square divergence, for one
-    draw, between the probabilities by one-token passes, which `cells` are, and by one pass: what rounding changes.
+    An outcome has `NEW_TOKENS` tokens, or fewer that end the text.
     """
 
     prefix: tuple[int, ...]
     temperature: float
     cells: dict[Outcome, float]
     rest: float
-    discrepancy: float
 
 
 @torch.no_grad()
@@ -184,9 +185,7 @@ def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature
     rest = 1 - sum(cells.values())
     if cells and rest * samples < _SMALLEST_EXPECTED:
         rest += cells.pop(min(cells, key=lambda outcome: cells[outcome]))
-    again = _probabilities_at_once(model, prefix, list(cells), temperature)
-    pairs = [*zip(cells.values(), again, strict=True), (rest, 1 - sum(again))]
-    return Place(prefix, temperature, cells, rest, sum((other - own) ** 2 / own for own, other in pairs))
+    return Place(prefix, temperature, cells, rest)
 
 
 def rows_at_once(model: PreTrainedModel, width: int) -> int:
@@ -239,21 +238,3 @@ def _variety(cells: Mapping[Outcome, float]) -> float:
         shares = torch.tensor(list(masses.values()), dtype=torch.double)
         joint.append(float(torch.special.entr(shares / shares.sum()).sum()))
     return min(longer - shorter for shorter, longer in pairwise(joint))
-
-
-def _probabilities_at_once(
-    model: PreTrainedModel, prefix: tuple[int, ...], outcomes: Sequence[Outcome], temperature: float
-) -> list[float]:
-    """Return the probability of each outcome, by one pass over prefix and outcome."""
-    probabilities = []
-    start = len(prefix) - 1
-    width = start + NEW_TOKENS
-    for first in range(0, len(outcomes), rows_at_once(model, width)):
-        part = outcomes[first : first + rows_at_once(model, width)]
-        # What follows an outcome that ended early is not looked at.
-        texts = [[*prefix, *outcome, *[outcome[-1]] * NEW_TOKENS][: width + 1] for outcome in part]
-        read = torch.tensor(texts, device=model.device)
-        p = (model(read[:, :-1]).logits[:, start:].float() / temperature).softmax(-1).double()
-        chosen: Tensor = p.gather(-1, read[:, start + 1 :, None])[..., 0]
-        probabilities += [row[: len(outcome)].prod().item() for row, outcome in zip(chosen, part, strict=True)]
-    return probabilities

@@ -111,7 +111,7 @@ def verify(
     _check_coupled(stock, prompts, tested, reports, chosen, progress)
     progress.step("looking for places to sample at")
     places = choose_places(stock, texts, chosen.samples)
-    for fit in check_fits(tested, places, chosen, progress):
+    for fit in check_fits(tested, places, bound, chosen, progress):
         reports[fit.draft].fits.append(fit)
     return VerifyReport(
         model=type(model).__name__,

@@ -460,7 +460,6 @@ def test_cells_are_the_likely_outcomes_with_the_models_probabilities(llama: PreT
     for place in places:
         assert any(place.prefix == text[at : at + 6] for text in TEXTS_COMPARISON for at in range(7))
         assert math.isclose(sum(place.cells.values()) + place.rest, 1.0)
-        assert place.discrepancy < 1e-9
         for outcome, probability in place.cells.items():
             assert math.isclose(probability, probabilities(llama, place, [outcome])[0], rel_tol=1e-4)
             assert len(outcome) == NEW_TOKENS or outcome[-1] == eos
@@ -496,7 +495,6 @@ def test_branches_of_models_with_states(model_type: str) -> None:
     try:
         for place in choose_places(model, TEXTS_COMPARISON, SAMPLES):
             assert len(place.cells) > NEW_TOKENS
-            assert place.discrepancy < 1e-6
             for outcome, probability in place.cells.items():
                 assert math.isclose(probability, probabilities(model, place, [outcome])[0], rel_tol=1e-3)
     finally:
