@@ -46,8 +46,6 @@ _PRINTED = (
     "perplexity_ratio",
     "absence",
 )
-# Tokens a round of `model.generate`'s early exit, and of the draft that is set beside it.
-_EXIT_LENGTH = 3
 
 
 class ExtraArm(StrEnum):
@@ -55,7 +53,6 @@ class ExtraArm(StrEnum):
 
     STATIC = "static"
     LOOK_UP = "lookup"
-    EARLY_EXIT = "early-exit"
     DRAFT = "draft"
 
 
@@ -81,9 +78,8 @@ class Arms:
         typer.Option(
             metavar="ARM",
             help="An arm besides `model.generate` and selfspec plain; may be repeated. `static`: model.generate "
-            "compiled, with a static cache; `lookup`: its prompt look-up; `early-exit`: its own early exit, of each "
-            "--draft exit:E, and selfspec's of the same length; `draft`: each --draft. Default: all, `static` on a "
-            "GPU only.",
+            "compiled, with a static cache; `lookup`: its prompt look-up; `draft`: each --draft. Default: all, but "
+            "`static` on a GPU only.",
         ),
     ] = None
     draft: Annotated[
@@ -111,16 +107,18 @@ class Arms:
         `model.generate` and selfspec's plain decoding are always among them.
         """
         from selfspec.accept import find_rule
-        from selfspec.draft import Drafter, EarlyExit
+        from selfspec.draft import Drafter
         from selfspec.model.checkpoint import find_device
         from selfspec.tools.lab.arms import ArmSpec, control_of, usual_runtime_name
 
         depth = model.prepare()
         device = find_device(model.device)
         third = max(depth // 3, 1)
-        kinds: set[str] = {"lookup", "early-exit", "draft"} if self.arm is None else {*self.arm}
+        kinds: set[str] = {"lookup", "draft"} if self.arm is None else {*self.arm}
         if self.arm is None and device.type == "cuda":
             kinds.add("static")
+        if "draft" not in kinds and (self.draft or self.accept or self.nodes):
+            raise DraftConfigError("--draft, --accept and --nodes are for --arm draft; add it, or drop them")
         own = ArmSpec("plain", runtime=self.runtime or usual_runtime_name(device))
         drafts = [f"exit:{third}", "lookup", f"lookup+exit:{third}"] if self.draft is None else self.draft
         read: dict[str, tuple[str, Drafter | Profile | str | None]] = {}
@@ -134,29 +132,16 @@ class Arms:
                 drafter.check(depth)
             if drafter is None:
                 raise DraftConfigError("plain decoding is always among the arms; give --draft exit:E or another draft")
-        exits = [name for name, drafter in named.items() if isinstance(drafter, EarlyExit)]
-        early = [ArmSpec("early-exit", name, self.draft_length or _EXIT_LENGTH) for name in exits]
-        if ExtraArm.EARLY_EXIT in (self.arm or ()) and not early:
-            raise DraftConfigError("--arm early-exit needs an exit to take: add --draft exit:E")
-        taken = list(named) if "draft" in kinds else [spec.draft for spec in early if spec.kind in kinds]
-        for name in named if self.draft else ():
-            if name not in taken:
-                raise DraftConfigError(f"--draft {name}: no --arm that is named takes it; add --arm draft")
-        if "draft" not in kinds and (self.accept or self.nodes):
-            raise DraftConfigError("--accept and --nodes are for drafts of selfspec; add --arm draft, or drop them")
-        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup"), *early) if spec.kind in kinds]
-        drafting = []
-        if "early-exit" in kinds:
-            drafting += [replace(own, kind="draft", draft=spec.draft, length=spec.length) for spec in early]
-        if "draft" in kinds:
-            like = replace(own, kind="draft", length=self.draft_length)
-            rules = [replace(like, accept=rule, lossless=find_rule(rule).lossless) for rule in self.accept or ()]
-            drafting += [
-                replace(each, draft=draft, nodes=nodes)
-                for draft, nodes, each in product(named, (None, *(self.nodes or ())), rules or [like])
-            ]
+        like = replace(own, kind="draft", length=self.draft_length)
+        rules = [replace(like, accept=rule, lossless=find_rule(rule).lossless) for rule in self.accept or ()]
+        drafting = [
+            replace(each, draft=draft, nodes=nodes)
+            for draft, nodes, each in product(named, (None, *(self.nodes or ())), rules or [like])
+            if "draft" in kinds
+        ]
         for spec in drafting:
             control_of(spec.length, spec.nodes)
+        stock = [spec for spec in (ArmSpec("static"), ArmSpec("lookup")) if spec.kind in kinds]
         return list(dict.fromkeys([ArmSpec("generate"), *stock, own, *drafting]))
 
 

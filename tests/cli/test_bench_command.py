@@ -55,9 +55,7 @@ def test_the_arms_in_order(folder: str) -> None:
     assert names(folder, draft=["exit:2", "lookup+exit:2"]) == [
         "model.generate",
         "model.generate, prompt look-up",
-        "model.generate, assistant_early_exit=2, length 3",
         "selfspec plain",
-        "selfspec exit:2, length 3",
         "selfspec exit:2",
         "selfspec lookup+exit:2",
     ]

@@ -130,10 +130,8 @@ COMMANDS = {
         "--workload a=no.jsonl": "no.jsonl",
         "--context 600": "context of 512",
         "--max-new-tokens 4": "--max-new-tokens",
-        "--arm early-exit --draft lookup": "add --draft exit:E",
-        "--arm lookup --draft int8": "add --arm draft",
-        "--arm early-exit --draft exit:2 --draft int8": "--draft int8: no --arm that is named takes it",
-        "--arm lookup --nodes 8": "add --arm draft, or drop them",
+        "--arm lookup --draft int8": "are for --arm draft",
+        "--arm lookup --nodes 8": "add it, or drop them",
     },
     "verify {stories} --max-new-tokens 8 --samples 100": {
         "--draft none": "plain decoding is always verified",

@@ -19,8 +19,7 @@ from selfspec.api import SelfSpeculative, wrap
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.profile import Profile
 from selfspec.device import has_graphs, on_host
-from selfspec.draft import Drafter, EarlyExit
-from selfspec.draft.registry import parse_draft
+from selfspec.draft import Drafter
 from selfspec.errors import PromptError
 from selfspec.measure.checkpoint import Checkpoint
 from selfspec.measure.own_text import random_state_kept
@@ -169,7 +168,7 @@ def batched(prompts: Sequence[Tensor], rows: int, texts: int = 1) -> list[Prompt
     return made
 
 
-ArmKind = Literal["generate", "static", "lookup", "early-exit", "plain", "draft", "other"]
+ArmKind = Literal["generate", "static", "lookup", "plain", "draft", "other"]
 """Kinds of arms: `model.generate`, alone and with its own speed-ups; selfspec, without a draft and with one; others."""
 
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
@@ -183,7 +182,7 @@ class ArmSpec:
     """Names an arm.
 
     Attributes:
-        draft: of selfspec's drafting arms, by name; of `model.generate`, its early exit.
+        draft: of selfspec's drafting arms, by name.
         length: tokens drafted each round, of a tree levels; None: as the arm itself decides.
         nodes: the most tokens of a draft, siblings included; None: drafts are chains.
         content: digest of the draft and the rule, beyond their names; the arm finds it out.
@@ -205,15 +204,13 @@ class ArmSpec:
         nodes = "" if self.nodes is None else f", {self.nodes} nodes"
         rule = "" if self.accept is None else f", {self.accept}"
         how = "" if self.runtime == "native" else f", {self.runtime}"
-        draft = self.draft or ""
         names: dict[ArmKind, str] = {
             "generate": "model.generate",
             "static": "model.generate, static cache, compiled",
             "lookup": "model.generate, prompt look-up",
-            "early-exit": f"model.generate, assistant_early_exit={draft.removeprefix('exit:')}{length}",
             "plain": f"selfspec plain{how}",
             "draft": f"selfspec {self.draft}{length}{nodes}{rule}{how}",
-            "other": draft,
+            "other": self.draft or "",
         }
         return names[self.kind]
 
@@ -297,8 +294,8 @@ class StockArm:
         self.spec, self._model = spec, bare(model)
 
     def absence(self, cell: Cell) -> str | None:
-        if self.spec.kind in ("lookup", "early-exit") and cell.batch > 1:
-            return "transformers' assisted generation takes one row at a time"
+        if self.spec.kind == "lookup" and cell.batch > 1:
+            return "transformers' prompt look-up takes one row at a time"
         return _no_compiler(self._model.device) if self.spec.kind == "static" else None
 
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
@@ -320,23 +317,13 @@ class StockArm:
         return Call(rows, seconds, seen.seconds, seen.tokens, seen.calls, seed=seed)
 
     def _help(self) -> dict[str, Any]:
-        config = self._model.generation_config
-        match self.spec.kind:
-            case "lookup":
-                return {"prompt_lookup_num_tokens": _LOOK_UP_TOKENS}
-            case "early-exit":
-                draft = parse_draft(self.spec.draft or "")
-                assert isinstance(draft, EarlyExit)
-                # transformers reads the draft length from the model's own generation config only.
-                config.num_assistant_tokens = self.spec.length
-                config.num_assistant_tokens_schedule = "constant"
-                return {"assistant_early_exit": draft.layer}
-            case "static":
-                graphs = has_graphs(self._model.device)
-                compiling = CompileConfig() if graphs else CompileConfig(mode="default")
-                compiling._compile_all_devices = True
-                return {"cache_implementation": "static", "compile_config": compiling}
-        return {}
+        if self.spec.kind == "lookup":
+            return {"prompt_lookup_num_tokens": _LOOK_UP_TOKENS}
+        if self.spec.kind != "static":
+            return {}
+        compiling = CompileConfig() if has_graphs(self._model.device) else CompileConfig(mode="default")
+        compiling._compile_all_devices = True
+        return {"cache_implementation": "static", "compile_config": compiling}
 
 
 def make_arm(spec: ArmSpec, model: PreTrainedModel, given: Given | None = None) -> Arm:
