@@ -194,7 +194,7 @@ def _train(
                     say(f"step {step}/{steps}: {said}", said)
                 for doubt in doubts(seen[0], seen[1:]):
                     # Once each, whatever its figures.
-                    say(f"warning: {doubt}", doubt.partition(" rose ")[0].partition(" reached ")[0])
+                    say(f"warning: {doubt}", doubt.partition(" rose ")[0])
 
         report = run(model_place(model), text, course, recipe, to, observe, machine.device)
     from accelerate import PartialState

@@ -168,6 +168,8 @@ def _print_report(name: str, report: VerifyReport, seconds: float) -> None:
     """Print the tables, the verdict last."""
     from rich.text import Text
 
+    from selfspec.tools.verify.report import LEVEL
+
     out, settings, bound = console(), report.settings, report.bound
     measured = bound.to_dict()
     out.print(
@@ -179,7 +181,7 @@ def _print_report(name: str, report: VerifyReport, seconds: float) -> None:
     out.print(
         f"Greedy texts beside those of model.generate, sampled ones beside plain decoding's. Each p, under "
         f"{', '.join(settings.rules)} in turn, is of {settings.samples} texts of 3 tokens against the model's own "
-        f"distribution, all of them together at level {settings.level:g} (Holm); coupled tokens do not depend on the "
+        f"distribution, all of them together at level {LEVEL:g} (Holm); coupled tokens do not depend on the "
         f"draft, so one test serves all.\n"
         f"Rounding: passes of the model itself over 1 and over {' or '.join(map(str, bound.widths))} tokens differ by "
         f"up to {bound.largest:.1e} in a logit and {bound.gap_largest:.1e} in the gap between the top two (99% of "

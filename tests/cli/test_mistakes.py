@@ -139,7 +139,6 @@ COMMANDS = {
         "--accept tokn": "choose one of block, token",
         "--accept token --accept token": "name each acceptance rule once",
         "--samples 10": "--samples",
-        "--level 2": "between 0 and 1",
         "--seed -1": "from 0 to 2**63 - 1",
         "--memory 64GiB --draft int4 --draft int8": "in one format, not in int4 and int8",
         "--memory 64GiB --draft auto": "name the drafts",

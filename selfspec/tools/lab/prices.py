@@ -85,7 +85,6 @@ class Prices:
         sublayers: prices of a draft step; `low` and `high` the same by the ends of the intervals.
         target: V and o of a draft that is verified from tokens on.
         known: costs of paths that are not priced by their sublayers, by name.
-        step_seconds: one step of plain decoding; None where nothing was measured.
     """
 
     sublayers: SublayerPrices
@@ -93,7 +92,6 @@ class Prices:
     high: SublayerPrices
     target: Costs
     known: Mapping[str, RoundCosts] = field(default_factory=dict)
-    step_seconds: float | None = None
 
     @classmethod
     def of(cls, row: Row) -> Prices:
@@ -154,7 +152,7 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int) -> Prices:
     """Price an attention and an MLP by least squares over timed drafts, by name, with different numbers of both."""
     value, low, high = (_fitted(measured, drafters, depth, end) for end in ("value", "low", "high"))
-    return Prices(value, low, high, measured.of(PLAIN), step_seconds=measured.step_seconds.value)
+    return Prices(value, low, high, measured.of(PLAIN))
 
 
 def _fitted(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int, end: str) -> SublayerPrices:

@@ -89,11 +89,8 @@ class Runs:
         return [{**row, **run.labels} for row in self._rows[run.key]]
 
     def __contains__(self, run: Run) -> bool:
-        return self.knows(run.key)
-
-    def knows(self, key: str) -> bool:
-        """Return whether the run of a key is there, with all its rows."""
-        rows = self._rows.get(key, [])
+        """Return whether a run is there, with all its rows."""
+        rows = self._rows.get(run.key, [])
         return bool(rows) and len(rows) == rows[0][_OF]
 
     def measured(self, kind: str) -> list[Row]:

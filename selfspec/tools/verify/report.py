@@ -16,6 +16,9 @@ from selfspec.measure.rounding import Bound
 from selfspec.tools.verify.fit import Fit
 from selfspec.tools.verify.settings import Settings
 
+LEVEL = 0.01
+"""Level of significance of all tests of fit together."""
+
 
 class Check(StrEnum):
     """A kind of comparison."""
@@ -176,7 +179,7 @@ class VerifyReport:
     @property
     def rejected(self) -> tuple[Fit, ...]:
         """Fits that Holm's procedure rejects."""
-        rejects = holm_rejects([fit.p_value for fit in self.fits], self.settings.level)
+        rejects = holm_rejects([fit.p_value for fit in self.fits], LEVEL)
         return tuple(fit for fit, rejected in zip(self.fits, rejects, strict=True) if rejected)
 
     @cached_property

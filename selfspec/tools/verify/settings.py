@@ -34,7 +34,6 @@ class Settings:
     max_new_tokens: Annotated[int, Option(min=2, help="Generate N tokens a text.")] = 64
     draft_length: Annotated[int, Option(min=1, help="Draft N tokens a round.")] = 4
     samples: Annotated[int, Option(min=100, help="Sample N texts for each test of fit.")] = 400
-    level: Annotated[float, Option(help="Significance level of all tests together (Holm's procedure).")] = 0.01
     seed: Annotated[int, Option(help="Seed of all random draws.")] = 0
     runtime: Annotated[
         Literal["eager", "native", "graphs", "batch-invariant"] | None,
@@ -55,8 +54,6 @@ class Settings:
             _rule(name)
         if not self.accept or len(set(self.accept)) < len(self.accept):
             raise UnsupportedOptionError(f"name each acceptance rule once, and at least one; got {list(self.accept)}")
-        if not 0 < self.level < 1:
-            raise UnsupportedOptionError(f"the level of significance must be between 0 and 1, got {self.level}")
         if not 0 <= self.seed < 2**63:
             raise UnsupportedOptionError(f"the seed must be from 0 to 2**63 - 1, got {self.seed}")
 

@@ -156,7 +156,6 @@ def test_what_each_sublayer_costs_is_found_from_drafts_that_differ_in_them() -> 
     assert prices.costs(EarlyExit(2).path(_DEPTH)).draft == pytest.approx(cost(EarlyExit(2).path(_DEPTH)))
     target = prices.target
     assert [target.verify, target.widening, target.overhead] == pytest.approx([1.0, 0.1, 0.05])
-    assert prices.step_seconds == 0.01
 
 
 def test_prices_add_up_to_a_plain_step() -> None:
