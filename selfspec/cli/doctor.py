@@ -46,8 +46,8 @@ class Diagnosis:
         load = "" if machine.load is None else f", load {machine.load:.1f}"
         yield f"cores         {machine.cores.cores}{free}{load}; torch computes with {machine.threads} threads"
         yield f"GPUs          {', '.join(machine.gpus) or 'none that torch sees'}"
-        kernels = machine.kernels
-        yield f"CPU kernels   {kernels.variant or 'none'}{'' if kernels.absence is None else f': {kernels.absence}'}"
+        absence = "" if machine.kernels_absence is None else f": {machine.kernels_absence}"
+        yield f"CPU kernels   {machine.kernels or 'none'}{absence}"
         missing = self.packages.missing.items()
         extras = "; ".join(f"{extra} (lacks {', '.join(lacking)})" for extra, lacking in missing)
         yield f"extras        {'not installed: ' + extras if extras else 'all installed'}"

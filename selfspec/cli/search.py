@@ -97,11 +97,11 @@ def search(
     found = doubts(finding.table)
     if output == "text":
         print_tables(finding.table, PRINTED, SHOWN)
-        print(*_verdict(model, best["draft"], searching.speed(best), len(scores), to), *found, sep="\n")
+        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *found, sep="\n")
     return Searched(best=best, scores=scores, file=str(to), doubts=found, files=[*map(str, files)], **about)
 
 
-def _verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:
+def verdict(model: str, draft: str, promised: float, sets: int, file: Path) -> tuple[str, str]:
     """Say what a search found and saved in a file, and what to do next; `promised` is in times plain decoding."""
     counted = f"{sets} set{'s' * (sets != 1)} evaluated"
     if promised <= 1:

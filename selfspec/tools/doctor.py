@@ -22,19 +22,6 @@ from selfspec.process import machine_bytes
 
 
 @dataclass(frozen=True)
-class KernelState:
-    """The CPU kernels.
-
-    Attributes:
-        variant: the kind of processor that those which run here were built for; None: none run.
-        absence: why none run, and what to do; None if they do.
-    """
-
-    variant: str | None
-    absence: str | None
-
-
-@dataclass(frozen=True)
 class MachineReport:
     """What computes.
 
@@ -49,7 +36,8 @@ class MachineReport:
         gpus: names of the accelerators that torch sees.
         accelerator: what torch calls their kind, such as "cuda"; None: there is none.
         gpu_without_cuda: whether there is a GPU of NVIDIA's, and this torch was built without CUDA.
-        kernels: the CPU kernels.
+        kernels: the kind of processor that the CPU kernels which run here were built for; None: none run.
+        kernels_absence: why none run, and what to do; None if they do.
     """
 
     system: str
@@ -62,7 +50,8 @@ class MachineReport:
     gpus: list[str]
     accelerator: str | None
     gpu_without_cuda: bool
-    kernels: KernelState
+    kernels: str | None
+    kernels_absence: str | None
 
 
 def read_machine(cores: SpareCores) -> MachineReport:
@@ -82,7 +71,8 @@ def read_machine(cores: SpareCores) -> MachineReport:
         gpus=gpus,
         accelerator=None if found is None else found.type,
         gpu_without_cuda=not gpus and torch.version.cuda is None and Path("/dev/nvidiactl").exists(),
-        kernels=KernelState(None if library is None else library.variant, native.absence()),
+        kernels=None if library is None else library.variant,
+        kernels_absence=native.absence(),
     )
 
 
@@ -155,10 +145,10 @@ def findings(machine: MachineReport, packages: Packages) -> list[str]:
 
 
 def _kernels(machine: MachineReport) -> Iterator[str]:
-    absence = machine.kernels.absence
-    if absence is not None:
+    if machine.kernels_absence is not None:
         where = " on the CPU" if machine.gpus else ""
-        yield f"passes{where} are slower than with selfspec's CPU kernels, which do not run here: {absence}"
+        why = machine.kernels_absence
+        yield f"passes{where} are slower than with selfspec's CPU kernels, which do not run here: {why}"
 
 
 def _threads(machine: MachineReport) -> Iterator[str]:

@@ -32,7 +32,7 @@ from selfspec.draft import LayerSkip
 from selfspec.draft.registry import declarations
 from selfspec.errors import DraftConfigError, SelfSpecError
 from selfspec.measure.spare_cores import SpareCores
-from selfspec.tools.doctor import KernelState, MachineReport, Packages, findings, read_packages
+from selfspec.tools.doctor import MachineReport, Packages, findings, read_packages
 from selfspec.tools.train.run import doubts
 
 
@@ -233,7 +233,6 @@ def test_a_count_is_said_and_nothing_after_its_end_and_of_short_work(capsys: pyt
     assert capsys.readouterr().err == ""
 
 
-KERNELS = KernelState("v4", None)
 MACHINE = MachineReport(
     system="Linux x86_64",
     processor="a processor",
@@ -245,7 +244,8 @@ MACHINE = MachineReport(
     gpus=[],
     accelerator=None,
     gpu_without_cuda=False,
-    kernels=KERNELS,
+    kernels="v4",
+    kernels_absence=None,
 )
 PACKAGES = Packages({"torch": "2.13.0"}, {}, {}, {})
 
@@ -262,7 +262,7 @@ def test_nothing_is_found_where_nothing_is_slow_and_versions_that_are_not_tested
     ("machine", "cause", "remedy"),
     [
         (
-            replace(MACHINE, kernels=KernelState(None, "no compiler; install g++")),
+            replace(MACHINE, kernels=None, kernels_absence="no compiler; install g++"),
             "slower than with selfspec's CPU kernels",
             "install g++",
         ),

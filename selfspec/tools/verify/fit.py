@@ -137,10 +137,9 @@ _TEMPERATURES = (1.0, 0.8)
 _SMALLEST_EXPECTED = 5.0
 # Of the first token, in nats: neither certain nor open.
 _FIRST_ENTROPY = 0.8
-_CANDIDATES = 96
-# Numbers in a table of logits, and branches of a prefix, to plan memory by.
+_CANDIDATES = 32
+# Numbers in a table of logits, to plan memory by.
 _LOGITS_AT_ONCE = 2**24
-_BRANCHES = 16
 
 Outcome = tuple[int, ...]
 
@@ -176,9 +175,8 @@ def choose_places(model: PreTrainedModel, texts: Sequence[Sequence[int]], sample
 def _place(model: PreTrainedModel, prefixes: Tensor, logits: Tensor, temperature: float, samples: int) -> Place:
     entropy = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
     candidates = prefixes[(entropy - _FIRST_ENTROPY).abs().argsort()[:_CANDIDATES]]
-    found: dict[tuple[int, ...], dict[Outcome, float]] = {}
-    for part in candidates.split(max(rows_at_once(model, 1) // _BRANCHES, 1)):
-        found |= _cells(model, part, temperature, _SMALLEST_EXPECTED / samples)
+    smallest = _SMALLEST_EXPECTED / samples
+    found = {tuple(each[0].tolist()): _cells(model, each, temperature, smallest) for each in candidates.split(1)}
     # Squared, because what is pooled hides what is wrong among it.
     prefix = max(found, key=lambda prefix: _variety(found[prefix]) * sum(found[prefix].values()) ** 2)
     cells = found[prefix]
@@ -194,35 +192,28 @@ def rows_at_once(model: PreTrainedModel, width: int) -> int:
     return max(_LOGITS_AT_ONCE // (width * vocabulary), 1)
 
 
-def _cells(
-    model: PreTrainedModel, prefixes: Tensor, temperature: float, smallest: float
-) -> dict[tuple[int, ...], dict[Outcome, float]]:
-    """Return outcomes of at least the probability `smallest` after each distinct prefix, `[number, tokens]`."""
-    ends = end_tokens(model)
-    found: dict[tuple[int, ...], dict[Outcome, float]] = {tuple(prefix): {} for prefix in prefixes.tolist()}
-    # Outcomes that are not yet whole, each with its prefix, and their probabilities.
-    branches: list[tuple[tuple[int, ...], Outcome]] = [(prefix, ()) for prefix in found]
-    mass = torch.ones(len(branches), dtype=torch.double, device=prefixes.device)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if prefixes.shape[1] > 1:
-        logits_after(model, cache, prefixes[:, :-1], 0)
-    token = prefixes[:, -1:]
-    for length in range(1, NEW_TOKENS + 1):
-        logits = logits_after(model, cache, token, prefixes.shape[1] + length - 2)[:, -1].float()
+def _cells(model: PreTrainedModel, prefix: Tensor, temperature: float, smallest: float) -> dict[Outcome, float]:
+    """Return outcomes of at least the probability `smallest` after a prefix, `[1, tokens]`."""
+    ends, past = end_tokens(model), prefix.shape[1] - 1
+    found: dict[Outcome, float] = {}
+    # Outcomes that are not yet whole, and their probabilities.
+    branches: list[Outcome] = [()]
+    mass = torch.ones(1, dtype=torch.double, device=prefix.device)
+    cache, token = DynamicCache(config=model.config.get_text_config(decoder=True)), prefix[:, past:]
+    if past:
+        logits_after(model, cache, prefix[:, :past], 0)
+    for length in range(NEW_TOKENS):
+        logits = logits_after(model, cache, token, past + length)[:, -1].float()
         joint = mass[:, None] * (logits / temperature).softmax(-1).double()
         rows, choices = (joint >= smallest).nonzero(as_tuple=True)
-        mass, longer, kept = joint[rows, choices], [], []
-        places = zip(rows.tolist(), choices.tolist(), mass.tolist(), strict=True)
-        for number, (row, choice, probability) in enumerate(places):
-            prefix, outcome = branches[row][0], (*branches[row][1], choice)
-            if length == NEW_TOKENS or choice in ends:
-                found[prefix][outcome] = probability
-            else:
-                longer.append((prefix, outcome))
-                kept.append(number)
+        longer = [(*branches[row], choice) for row, choice in zip(rows.tolist(), choices.tolist(), strict=True)]
+        mass = joint[rows, choices]
+        ended = [length + 1 == NEW_TOKENS or outcome[-1] in ends for outcome in longer]
+        found |= {outcome: p for outcome, p, over in zip(longer, mass.tolist(), ended, strict=True) if over}
+        kept = [place for place, over in enumerate(ended) if not over]
         if not kept:
             break
-        branches, mass, token = longer, mass[kept], choices[kept][:, None]
+        branches, mass, token = [longer[place] for place in kept], mass[kept], choices[kept][:, None]
         # Of states too, which have no `batch_select_indices`.
         cache.reorder_cache(rows[kept])
     return found
