@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 # Look-ups alone, the exit that the embedded model was taught, and what needs no training.
 _DRAFTS = ("lookup", "exit:4", "int8")
-# Turns that should fit, and what one takes in each cell, in texts by plain decoding: enough for an interval.
-_TURNS, _TEXTS_A_TURN = 5, 5
-_FEWEST, _MOST = 24, 64
 # Tokens of the texts that are shown, and a seed for which they are legible.
 _SHOWN, _SEED = 40, 3
 # Seconds to compare, print and end the process when time is up.
@@ -62,10 +58,7 @@ class DemoRuns:
 
     draft: Draft = "lookup+int8"
     temperature: Temperature = 0.8
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=2, help=f"Generate N tokens a text; by default {_FEWEST} to {_MOST}, as time allows."),
-    ] = None
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 48
     seconds: Annotated[
         float, typer.Option(min=0, help="End within about X seconds, loading included, after one turn at least.")
     ] = 26.0
@@ -130,7 +123,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     prepare_process(spare.threads(torch.get_num_threads()) if threads is None else threads)
     model, prompts = checkpoint.model, [checkpoint.encode(text) for text in PROMPTS]
     longest = max(prompt.shape[1] for prompt in prompts)
-    if longest + (runs.max_new_tokens or 0) > model.config.max_position_embeddings:
+    if longest + runs.max_new_tokens > model.config.max_position_embeddings:
         raise PromptError(f"--max-new-tokens {runs.max_new_tokens} exceeds the model's context of 2048; give fewer")
     drafts = list(dict.fromkeys((*_DRAFTS, draft)))
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", each) for each in drafts)]
@@ -142,16 +135,9 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
 
     screen = DemoScreen(quiet=output == "json")
     screen.say(_about(spare, model.device), "")
-    shown = min(runs.max_new_tokens or _SHOWN, _SHOWN)
     own = {name: arm for name, arm in (("", arms[1]), (draft, arms[drafting])) if isinstance(arm, OwnArm)}
-    token_seconds = _show(screen, checkpoint, own, runs.temperature, shown)
-    until = started + runs.seconds - _REST
-    left = until - time.perf_counter()
-    new = runs.max_new_tokens or _that_fit(left, token_seconds)
-    # Until there is a result each arm decodes an untimed text, and one in each cell.
-    all_drafts = runs.max_new_tokens is not None or 3 * len(arms) * new * token_seconds <= left
-    if not all_drafts:
-        arms, drafting = [*arms[:2], arms[drafting], *arms[len(specs) :]], 2
+    _show(screen, checkpoint, own, runs.temperature, min(runs.max_new_tokens, _SHOWN))
+    until, new = started + runs.seconds - _REST, runs.max_new_tokens
     greedy, sampled = (Cell(DEMO, temperature, 1, longest, new) for temperature in (0.0, runs.temperature))
     screen.say(f"Now {len(arms)} ways to decode, in turns, on {len(prompts)} such texts of {new} tokens ...", "")
     with progress_bar("measuring") as bar:
@@ -175,7 +161,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     differing = [each[0]["arm"] for each in pairs if each[0]["equal"] < 1]
     headed = pairs[drafting]
     result = Demonstrated(
-        settings={**asdict(runs), "draft": draft, "max_new_tokens": new, "threads": torch.get_num_threads()},
+        settings={**asdict(runs), "draft": draft, "threads": torch.get_num_threads()},
         headline=headline(headed[0], not differing),
         identical=not differing,
         arms=[line for pair in pairs for line in pair],
@@ -194,7 +180,7 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         screen.say(result.headline, style="bold")
         screen.say(_details(headed, runs.temperature), *_memory(result), "")
         screen.show_table(pairs, headed, runs.temperature)
-        screen.say("", *_notes(result, all_drafts, on_cpu=model.device.type == "cpu"))
+        screen.say("", *_notes(result, on_cpu=model.device.type == "cpu"))
         screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
         screen.say(*_NEXT)
     if differing:
@@ -255,21 +241,16 @@ class DemoScreen:
         self._console.print(*lines, sep="\n", style=style)
         self._console.file.flush()
 
-    def show_text(self, title: str, prompt: str, stream: TextStream, rounds: Iterable[Round], bar: str) -> list[float]:
-        """Print a text while it is decoded, behind the last two lines of its prompt; return when each pass had ended.
-
-        `bar` is written after each target pass.
-        """
+    def show_text(self, title: str, prompt: str, stream: TextStream, rounds: Iterable[Round], bar: str) -> None:
+        """Print a text while it is decoded, behind the last two lines of its prompt, with `bar` after each pass."""
         self.say(title, style="bold")
         self._write(_INDENT + "\n".join(["", *prompt.splitlines()[-2:]])[1:])
-        tokens, stamps = 0, []
+        lengths = []
         for committed in rounds:
-            stamps.append(time.perf_counter())
-            tokens += len(committed.rows[0].tokens)
+            lengths.append(len(committed.rows[0].tokens))
             self._write(stream.push(committed.rows[0].tokens) + bar)
         self._write(stream.finish() + "\n")
-        self.say(f"({tokens} tokens in {len(stamps)} passes)", "", style="dim")
-        return stamps
+        self.say(f"({sum(lengths)} tokens in {len(lengths)} passes)", "", style="dim")
 
     def show_table(self, arms: Sequence[Sequence[Row]], headed: Sequence[Row], temperature: float) -> None:
         """Print a line for each arm, greedily and sampled, the one of the headline in bold."""
@@ -321,14 +302,14 @@ def _about(spare: SpareCores, device: torch.device) -> str:
     return f"A model of 10M parameters that writes Python, on {where}{free};\nfloat32, {device_name(device)}"
 
 
-def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], temperature: float, new: int) -> float:
-    """Show a text as each arm decodes it with the same draws; return seconds of a plain pass."""
+def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], temperature: float, new: int) -> None:
+    """Show a text as each arm decodes it with the same draws."""
     import torch
 
     from selfspec.decode.text_stream import TextStream
     from selfspec.measure.embedded import PROMPTS
 
-    prompt, seconds = PROMPTS[1], math.inf
+    prompt = PROMPTS[1]
     ids = checkpoint.encode(prompt)
     for draft, arm in arms.items():
         generation = arm.wrapped.stream(
@@ -346,18 +327,7 @@ def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], t
         title = f"{draft}, the same random draws; a bar ends each pass of the model:"
         stream = TextStream(checkpoint.tokenizer, ids[0].tolist())
         named = title if draft else "Plain decoding, a token a pass:"
-        stamps = screen.show_text(named, prompt, stream, generation, "|" if draft else "")
-        if not draft:
-            # The median: passes are recorded when they first run.
-            seconds = statistics.median(later - earlier for earlier, later in pairwise(stamps))
-    return seconds
-
-
-def _that_fit(left: float, token_seconds: float) -> int:
-    """Return how many tokens of a text let enough turns fit into the seconds that are left."""
-    texts = 2 * _TURNS * _TEXTS_A_TURN + _TEXTS_A_TURN
-    fitting = int(left / texts / max(token_seconds, 1e-6)) // 8 * 8
-    return max(_FEWEST, min(_MOST, fitting))
+        screen.show_text(named, prompt, stream, generation, "|" if draft else "")
 
 
 def _details(headed: Sequence[Row], temperature: float) -> str:
@@ -366,7 +336,7 @@ def _details(headed: Sequence[Row], temperature: float) -> str:
     return f"{headed[0]['arm']}: greedy {greedy}, at temperature {temperature:g} {sampled}"
 
 
-def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
+def _notes(result: Demonstrated, on_cpu: bool) -> list[str]:
     """Say what the table means."""
     from selfspec.kernels import native
 
@@ -376,15 +346,10 @@ def _notes(result: Demonstrated, all_drafts: bool, on_cpu: bool) -> list[str]:
         f"{measured}; {result.seconds:.0f} seconds in all.",
         "Times as fast: whole calls. The rest is greedy: time to the first tokens, tokens",
         "a second after them, and tokens for each pass of the whole model.",
+        "exit:4 needs a model that was trained to exit early, as this one was. The other",
+        "drafts need no training: int8 is the model's own weights in 8 bits, lookup",
+        "copies from the text. planes is plain decoding over the same weights in 12 bits.",
     ]
-    if all_drafts:
-        notes += [
-            "exit:4 needs a model that was trained to exit early, as this one was. The other",
-            "drafts need no training: int8 is the model's own weights in 8 bits, lookup",
-            "copies from the text. planes is plain decoding over the same weights in 12 bits.",
-        ]
-    else:
-        notes.append("Busy cores, little time: some drafts were left out; --seconds 90 has them all.")
     if on_cpu and not result.cpu_kernels:
         notes += wrap(f"The CPU kernels, which make all of this faster, do not run: {native.absence()}.", _COLUMNS)
     return notes

@@ -253,18 +253,6 @@ def test_text_of_a_single_turn_has_no_interval(invoke: Invoke) -> None:
 
 
 @pytest.mark.tools
-def test_where_cores_are_busy_it_compares_less_and_says_so(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.cli.demo._show", lambda *_: 10.0)
-    ending = invoke("demo", "--seconds", "6", "--threads", "1")
-    assert (ending.status, ending.stderr) == (0, "")
-    assert [line for line in ending.stdout.splitlines() if len(line) > 80] == []
-    assert "Now 3 ways to decode" in ending.stdout
-    table = [line.split()[0] for line in ending.stdout.split("\n\n")[-3].splitlines()]
-    assert table == ["times", "model.generate", "plain", "lookup+int8"]
-    assert "some drafts were left out" in ending.stdout
-
-
-@pytest.mark.tools
 def test_tokens_that_differ_fail_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = OwnArm.decode
 
