@@ -16,10 +16,8 @@ from selfspec.cli.terminal import console, counting_bar, figures_table
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import (
     Course,
-    DraftHeadCourse,
     ExitHeadRecipe,
     Files,
-    HeadCourse,
     HeadRecipe,
     LayerSkipRecipe,
     Texts,
@@ -114,7 +112,7 @@ def exit_heads(
     to: To,
     text: Texts,
     heads: ExitHeadRecipe,
-    course: HeadCourse,
+    course: Course,
     machine: MachineOptions,
     output: Output = "text",
 ) -> Trained:
@@ -132,7 +130,7 @@ def head(
     to: To,
     text: Texts,
     recipe: HeadRecipe,
-    course: DraftHeadCourse,
+    course: Course,
     machine: MachineOptions,
     output: Output = "text",
 ) -> Trained:

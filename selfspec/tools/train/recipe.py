@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from selfspec.errors import TrainingError
 from selfspec.measure.settings import Option, check_numbers
@@ -16,8 +16,6 @@ Files = Annotated[
     list[Path],
     Option(help='Text to learn from: JSONL with "text" or "messages" in each line, or plain; also .gz.'),
 ]
-LearningRate = Annotated[float | None, Option(help="Highest learning rate of AdamW; default: by the model's size.")]
-Decay = Annotated[float, Option(help="Share of the steps, the last, over which the rate falls.")]
 
 # The most parameters of a small model, its rate, and the fewest steps of warm-up.
 _SMALL, _SMALL_RATE, _FEWEST_WARM_UP = 10_000_000, 5e-4, 10
@@ -46,9 +44,11 @@ class Course:
     batch: Annotated[int, Option(min=1, help="Blocks a step, on each device.")] = 8
     accumulate: Annotated[int, Option(min=1, help="Batches summed up into one step.")] = 1
     length: Annotated[int, Option(min=8, help="Tokens of a block.")] = 256
-    learning_rate: LearningRate = None
+    learning_rate: Annotated[float | None, Option(help="Highest learning rate of AdamW; default: by what learns.")] = (
+        None
+    )
     warmup: Annotated[float, Option(help="Share of the steps over which the rate rises.")] = 0.05
-    decay: Decay = 0.4
+    decay: Annotated[float, Option(help="Share of the steps, the last, over which the rate falls.")] = 0.8
     precision: Annotated[
         Literal["float32", "bfloat16"],
         Option(metavar="DTYPE", help="Compute in `float32` or `bfloat16`; weights are float32."),
@@ -66,35 +66,10 @@ class Course:
                 "rate must be positive, and warm-up and decay shares of the steps"
             )
 
-    def for_model(self, parameters: int) -> Course:
-        """Return the course with a rate for a model of this many parameters, where none was given.
-
-        A pretrained model is continued with smaller steps the larger it is: 5e-4 for up to 10M parameters, then by the
-        root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
-        """
-        usual = _SMALL_RATE * min(1.0, (_SMALL / parameters) ** 0.5)
-        return replace(self, learning_rate=usual) if self.learning_rate is None else self
-
     @property
     def warm_up_steps(self) -> int:
         """Steps over which the rate rises: of short trainings a few at least, in which AdamW finds its scales."""
         return max(int(self.warmup * self.steps), min(_FEWEST_WARM_UP, self.steps // 4))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadCourse(Course):
-    """Steps and learning rate."""
-
-    learning_rate: LearningRate = 2e-3
-    decay: Decay = 0.8
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftHeadCourse(Course):
-    """Steps and learning rate."""
-
-    learning_rate: LearningRate = 1e-3
-    decay: Decay = 0.8
 
 
 _NUMBERS = re.compile(r"\d{1,18}(,\d{1,18})*", re.ASCII)
@@ -128,6 +103,7 @@ class BesideRecipe:
     own_texts: Annotated[int, Option(min=0, help="Learn from N texts that the model continues from beginnings.")] = 0
     beginning: Annotated[int, Option(min=1, help="Tokens of each beginning.")] = 16
     temperature: Annotated[float, Option(help="At which it writes these texts; 0: greedily.")] = 1.0
+    usual_rate: ClassVar[float]
 
     def __post_init__(self) -> None:
         check_numbers(self, TrainingError)
@@ -140,6 +116,7 @@ class HeadRecipe(BesideRecipe):
     """Head."""
 
     depth: Annotated[int, Option(min=1, max=16, help="Tokens that it learns to draft in a row.")] = 5
+    usual_rate = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +125,7 @@ class ExitHeadRecipe(BesideRecipe):
 
     exits: Exits = ()
     rank: Annotated[int | None, Option(min=1, help="Width of each head's MLP; default: twice the model's.")] = None
+    usual_rate = 2e-3
 
     def exits_of(self, depth: int) -> tuple[int, ...]:
         """Return the exits to teach in a network of `depth` layers; by default at a quarter and a third of it."""
@@ -212,6 +190,14 @@ class LayerSkipRecipe:
         else:
             raw = [self.exit_scale for _ in active] + [1.0]
         return [weight / sum(raw) for weight in raw]
+
+
+def rate_of_model(parameters: int) -> float:
+    """Return the learning rate of a pretrained model that is continued: the larger it is, the smaller the steps.
+
+    It is 5e-4 for up to 10M parameters, then by the root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
+    """
+    return _SMALL_RATE * min(1.0, (_SMALL / parameters) ** 0.5)
 
 
 def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ from selfspec.tools.train.corpus import all_documents, beginnings, given_text, i
 from selfspec.tools.train.course import CHECKPOINTS, Observer, RunFolder, resumed_step, train
 from selfspec.tools.train.eagle3 import Eagle3Lesson
 from selfspec.tools.train.lesson import ExitLesson, LayerSkipLesson, Lesson
-from selfspec.tools.train.recipe import BesideRecipe, Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
+from selfspec.tools.train.recipe import (
+    BesideRecipe,
+    Course,
+    ExitHeadRecipe,
+    HeadRecipe,
+    LayerSkipRecipe,
+    Texts,
+    rate_of_model,
+)
 
 
 def run(
@@ -68,8 +76,9 @@ def run(
     # The passes of a base that does not learn need no other weights than their products.
     in_half = isinstance(recipe, HeadRecipe) and course.precision == "bfloat16"
     base = checkpoint.model.to(torch.bfloat16 if in_half else torch.float32)
-    if not isinstance(recipe, BesideRecipe):
-        course = course.for_model(base.num_parameters())
+    if course.learning_rate is None:
+        own = recipe.usual_rate if isinstance(recipe, BesideRecipe) else rate_of_model(base.num_parameters())
+        course = replace(course, learning_rate=own)
     if isinstance(recipe, ExitHeadRecipe | LayerSkipRecipe):
         recipe.exits_of(len(find_adapter(base).decoder_layers(base)))
     documents = all_documents(texts.text, course.seed)

@@ -22,7 +22,7 @@ from selfspec.errors import CorpusError, StorageError, TrainingError
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS, Observer, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
-from selfspec.tools.train.recipe import Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts
+from selfspec.tools.train.recipe import Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts, rate_of_model
 from selfspec.tools.train.run import run
 
 _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3)
@@ -328,9 +328,7 @@ def test_a_finished_course_repeats_nothing(tmp_path: Path, uninterrupted: Tensor
 
 @pytest.mark.parametrize(("parameters", "rate"), [(260_000, 5e-4), (135_000_000, 1.36e-4), (7_000_000_000, 1.9e-5)])
 def test_larger_models_are_continued_by_smaller_steps(parameters: int, rate: float) -> None:
-    found = Course().for_model(parameters).learning_rate
-    assert found == pytest.approx(rate, rel=0.01)
-    assert Course(learning_rate=1e-3).for_model(parameters).learning_rate == 1e-3
+    assert rate_of_model(parameters) == pytest.approx(rate, rel=0.01)
     assert [Course(steps=steps).warm_up_steps for steps in (4, 24, 1000)] == [1, 6, 50]
 
 
