@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,13 +133,10 @@ def calibrate(
     grouped = _checked(plain, prompts, asked)
 
     temperatures = (0.0, asked.temperature)
-    written = [
-        continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, progress)
-        for temperature in temperatures
-    ]
     alphas: list[dict[str, Estimate]] = []
-    progress.begin(2)
-    for temperature, texts in zip(temperatures, written, strict=True):
+    for temperature in temperatures:
+        texts = continued(model, prompts, asked.max_new_tokens, temperature, asked.seed, progress)
+        progress.begin(1)
         progress.step("acceptance of every draft")
         judged = first_steps(model, found, named, texts, temperature)
         alphas.append({name: acceptance_rate(figures) for name, figures in judged.items()})
@@ -159,7 +157,10 @@ def calibrate(
     kinds: list[_Kind] = []
     winners: list[Candidate | None] = []
     trials: list[Trial] = []
-    nodes = asked.nodes if _reads_trees(model, found) else 0
+    nodes = 0
+    with suppress(UnsupportedModelError):
+        found.check_trees(model)
+        nodes = asked.nodes
     for temperature, alpha, rate in zip(temperatures, alphas, rates, strict=True):
         predictions = predicted(rate, costs, asked.longest_draft)
         candidates = to_confirm(predictions, named, nodes, others)
@@ -223,14 +224,6 @@ def _chosen(best: Confirmed | None, winner: Candidate | None, temperature: float
         return Chosen(PLAIN, longest, None, temperature, (1.0, 1.0, 1.0))
     speedup = (best.speedup.value, best.speedup.low, best.speedup.high)
     return Chosen(draft_name(winner.draft), winner.levels(longest), None, temperature, speedup, nodes=winner.nodes)
-
-
-def _reads_trees(model: PreTrainedModel, adapter: Adapter) -> bool:
-    try:
-        adapter.check_trees(model)
-    except UnsupportedModelError:
-        return False
-    return True
 
 
 def _in_batches(
