@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.watch import Watch
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -81,7 +82,7 @@ def require_colours(stream: IO[str]) -> None:
         )
 
 
-class StepBar:
+class StepBar(Watch):
     """Shows the steps of work in stages; a stage begins the bar anew."""
 
     def __init__(self, progress: Progress) -> None:

@@ -34,7 +34,7 @@ from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import DraftConfigError
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.runtime import Eager, Native
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -119,7 +119,7 @@ def measure_costs(
         DraftConfigError: a draft does not fit the model, two have one name, or a number is out of range.
     """
     named = _named(drafters)
-    progress = watch or Unwatched()
+    progress = watch or Watch()
     rounds, middle = repeats + warm_up, sorted(lengths)[len(lengths) // 2]
     progress.begin(rounds * (2 if batch > 1 else 1) + _GENERATIONS * (1 + len(named)))
     timed = {1, *widths}

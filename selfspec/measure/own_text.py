@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.device import has_streams
 from selfspec.measure.stock import bare, end_tokens, until_end
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.model.identity import weight_of
 
 # Of the texts that weights are fitted on; rows that are written at a time.
@@ -92,7 +92,7 @@ def continued(
 
     The seed is that of the first text; the others count on from it.
     """
-    progress = watch or Unwatched()
+    progress = watch or Watch()
     progress.begin(len(prompts))
     texts = []
     for number, prompt in enumerate(prompts):

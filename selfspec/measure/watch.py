@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Watch(Protocol):
-    """Shows the steps of work in stages."""
+class Watch:
+    """Is told of the steps of work in stages, and shows nothing; subclasses show them."""
 
     def begin(self, steps: int) -> None:
         """Begin a stage of `steps` steps."""
 
     def step(self, what: str, steps: int = 1) -> None:
         """Begin `what`, which counts as so many steps."""
-
-
-class Unwatched:
-    """Shows nothing."""
-
-    def begin(self, steps: int) -> None:
-        """Do nothing."""
-
-    def step(self, what: str, steps: int = 1) -> None:
-        """Do nothing."""

@@ -15,6 +15,7 @@ from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.draft import Budget, Draft, RowsView, Stateless
 from selfspec.measure.costs import MeasuredCosts
 from selfspec.measure.estimate import Estimate
+from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate.calibration import Confirmed
 from selfspec.tools.lab.runs import Row
@@ -78,7 +79,7 @@ class Guess(Stateless):
         return Draft.chain(torch.tensor([self.tokens[: budget.depth]] * len(rows.running)))
 
 
-class Notes:
+class Notes(Watch):
     """Notes the steps of work, and interrupts it at one that counts."""
 
     def __init__(self, interrupted_at: int = 99) -> None:

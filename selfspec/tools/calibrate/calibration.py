@@ -31,7 +31,7 @@ from selfspec.measure.prompts import read_given
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 from selfspec.measure.stock import bare
 from selfspec.measure.teacher_forced import acceptance_rate, first_steps
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.runtime import Native
 from selfspec.tools.calibrate.candidates import (
@@ -109,7 +109,7 @@ def calibrate(
         StorageError: the report cannot be written.
         BenchError: `keep` is no folder for a report.
     """
-    asked, progress = measurements or Measurements(), watch or Unwatched()
+    asked, progress = measurements or Measurements(), watch or Watch()
     runs = None if keep is None else Runs(checked_path("keep", keep, BenchError))
     if runs is not None:
         require_packages()

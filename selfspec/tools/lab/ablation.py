@@ -21,7 +21,7 @@ from selfspec.measure.teacher_forced import (
     is_judged_by_teacher_forcing,
     teacher_forced_figures,
 )
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import content, named_drafts
 from selfspec.tools.lab.generations import ArmRun, arm_rows, measure, run_of, turns_of
@@ -79,7 +79,7 @@ def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, watch
         if same != name:
             raise StudyError(f"models: {name} and {same} have the same weights; name one of them")
         drafts = named_drafts(study.drafts, studied.model, studied.adapter, study.seed, studied.given)
-        found += StudyOfModel(runs, study, studied, drafts, watch or Unwatched()).rows()
+        found += StudyOfModel(runs, study, studied, drafts, watch or Watch()).rows()
         # One model is in memory at a time.
         del studied
     return Finding(study, found)

@@ -15,7 +15,7 @@ from selfspec.arguments import check_module, checked_path
 from selfspec.draft import Drafter
 from selfspec.errors import BenchError, PromptError, StudyError
 from selfspec.measure.prompts import read_given
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.tools.lab.ablation import work_on
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runtime_name
@@ -109,7 +109,7 @@ def ablate(
     def load(name: str) -> StudiedModel:
         return StudiedModel(name, models[name], find_adapter(models[name]), workloads[name], tokenizer, given)
 
-    finding = work_on(study, load, Runs(place), watch or Unwatched())
+    finding = work_on(study, load, Runs(place), watch or Watch())
     if place is not None:
         write_report("Study of drafts", finding.judged, asdict(study), place)
     return _told(finding.table, finding.rows)
@@ -187,7 +187,7 @@ def bench(
             for workload, some in _named_workloads(prompts).items()
             for temperature in temperatures
         }
-        rows += generations.measure(cells, runs, watch or Unwatched())
+        rows += generations.measure(cells, runs, watch or Watch())
     if place is not None:
         write_report("Benchmark", latest(runs.measured("generation")), {}, place)
     return _told(summarise(rows), rows)

@@ -22,7 +22,7 @@ from selfspec.errors import StudyError
 from selfspec.measure.environment import environment
 from selfspec.measure.own_text import Continuation
 from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import Part, Sublayer
 from selfspec.tools.lab.ablation import Finding, StudyOfModel
@@ -51,7 +51,7 @@ def search(
     Prompts are those of the first workload; the study has one temperature. The same call with the same runs continues.
     Returns what was found for all sets evaluated, at most `evaluations`, in order; one that failed is a StudyError.
     """
-    study, kept, watch = replace(study, confirm=0), runs or Runs(None), watch or Unwatched()
+    study, kept, watch = replace(study, confirm=0), runs or Runs(None), watch or Watch()
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
     known = {row["measured"]: row for row in _found(kept, study, studied, [], watch)}
     (workload,) = studied.prompts

@@ -22,7 +22,7 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.rounding import Bound, largest_difference, tie_gap, widths_of
 from selfspec.measure.stock import Reference, bare, read_reference, stepwise_logits
-from selfspec.measure.watch import Unwatched, Watch
+from selfspec.measure.watch import Watch
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab.arms import Prompts, runtime_named
@@ -76,7 +76,7 @@ def verify(
         UnsupportedModelError, DraftConfigError, PromptError: before any forward pass.
         NonFiniteLogitsError: logits became NaN or infinite.
     """
-    chosen, progress = settings or Settings(), watch or Unwatched()
+    chosen, progress = settings or Settings(), watch or Watch()
     found = adapter or find_adapter(model)
     depth = len(found.decoder_layers(model))
     stock = bare(model)

@@ -33,7 +33,7 @@ from selfspec.draft import (
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.timing import Call
-from selfspec.measure.watch import Unwatched
+from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
 from selfspec.tools.calibrate import candidates
@@ -226,7 +226,7 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(monkeypatch: pytes
 
     monkeypatch.setattr(OwnArm, "decode", decode)
     prompts = batched([tiny.prompt(4), tiny.prompt(6)], 1)
-    trial = running.confirm(plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3, seed=7), Unwatched())
+    trial = running.confirm(plain, candidates, costs, prompts, 0.0, replace(SETTINGS, repeats=3, seed=7), Watch())
     confirmed = trial.confirmed
     assert confirmed[0].name == "exit:1"
     assert {each.name: each.speedup.value for each in confirmed} == pytest.approx(
