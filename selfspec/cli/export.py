@@ -59,15 +59,11 @@ def export(
 
 
 def _shown(done: Exported) -> str:
-    lines = [
-        f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters "
-        f"({done.share:.0%} of the model's), {done.size:,} bytes"
-    ]
-    if done.whole_vocabulary:
-        lines.append("It reads the whole head: these engines draft with the target's vocabulary.")
-    use = "model.generate(..., assistant_model=...) on"
-    lines.append(f"Use it with {use} {done.place}; docs/other_engines.md has vLLM, SGLang and llama.cpp.")
-    return "\n".join(lines)
+    made = f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters"
+    return (
+        f"{made} ({done.share:.0%} of the model's), {done.size:,} bytes\nUse it with model.generate(..., "
+        f"assistant_model=...) on {done.place}; docs/other_engines.md has vLLM, SGLang and llama.cpp."
+    )
 
 
 def pack(

@@ -39,7 +39,6 @@ class Exported:
         place: folder or file that was written.
         draft: name of the draft.
         layers: numbers of the model's layers that it holds.
-        whole_vocabulary: True if the draft reads some rows of the head, and the export reads all.
         parameters: number of its parameters; tied ones count once.
         share: its parameters divided by the model's.
         size: bytes on the disk.
@@ -49,7 +48,6 @@ class Exported:
     place: str
     draft: str
     layers: tuple[int, ...]
-    whole_vocabulary: bool
     parameters: int
     share: float
     size: int
@@ -92,7 +90,7 @@ def export_checkpoint(
     check_on_one_process(model, "an export")
     layers = layers_of(drafter, model, found)
     assert isinstance(drafter, LayerPathDrafter)
-    name, head = draft_name(drafter), drafter.head
+    name = draft_name(drafter)
     check_new(place, "choose another place")
     check_output_folder(place)
     with whole_folder(place) as folder:
@@ -109,7 +107,6 @@ def export_checkpoint(
         place=str(place),
         draft=name,
         layers=layers,
-        whole_vocabulary=head is not None and head.tokens is not None,
         parameters=parameters,
         share=parameters / Weights.of(model.parameters()).parameters,
         size=sum(file.stat().st_size for file in place.rglob("*") if file.is_file()),
@@ -233,11 +230,10 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
     if drafter is not None and not isinstance(drafter, Drafter):
         raise DraftConfigError(f"a drafter is exported, such as EarlyExit(layer=4), got {shown(drafter)}")
     if isinstance(drafter, LayerPathDrafter):
-        depth, head = len(adapter.decoder_layers(model)), drafter.head
+        depth = len(adapter.decoder_layers(model))
         path = drafter.path(depth)
         drafter.check_model(model, adapter)
-        adapted = head is not None and head.adapter is not None
-        if path.copy is None and drafter.runs_exact_layers(depth) and not adapted:
+        if path.copy is None and drafter.runs_exact_layers(depth) and drafter.head is None:
             return _whole_layers(path, draft_name(drafter))
     raise DraftConfigError(
         f"{draft_name(drafter)} is not layers of the model as they are, which is all that a checkpoint holds; export "

@@ -93,6 +93,7 @@ def test_every_architecture_is_cut_or_refused(kind: str, tmp_path: Path) -> None
         (lambda: drafts.Recycling(), "recycle is not layers"),
         (lambda: drafts.Cascade(drafts.PromptLookup(), drafts.EarlyExit(2)), r"lookup\+exit:2 is not layers"),
         (lambda: drafts.LowPrecision(8), "int8 is not layers"),
+        (lambda: drafts.ReducedVocabulary(drafts.EarlyExit(2), tuple(range(10))), "is not layers"),
         (lambda: drafts.LayerSkip(attention=[1], layers=[2]), "a part of layers 1"),
         (lambda: drafts.EarlyExit(9), "out of range"),
     ],
@@ -109,12 +110,6 @@ def test_a_head_that_is_no_layer_is_refused(llama: PreTrainedModel, tmp_path: Pa
     head = ExitHead(2, DraftHead(ExitAdapter(32, 8).double()), fingerprint(llama))
     with pytest.raises(SelfSpecError, match="is not layers of the model"):
         export_checkpoint(llama, None, head, tmp_path / "draft")
-
-
-def test_a_reduced_vocabulary_is_written_whole_and_says_so(llama: PreTrainedModel, tmp_path: Path) -> None:
-    drafter = drafts.ReducedVocabulary(drafts.EarlyExit(2), tuple(range(10)))
-    assert export_checkpoint(llama, None, drafter, tmp_path / "draft").whole_vocabulary
-    assert _loaded(tmp_path / "draft").config.vocab_size == tiny.VOCABULARY
 
 
 def test_what_is_there_stays(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -142,10 +142,10 @@ class LayerSkipRecipe:
     exits: Exits = ()
     dropout: Annotated[float, Option(help="Chance that a sample skips the last layer.")] = 0.1
     curriculum: Annotated[
-        Literal["rotational", "gradual", "all"],
-        Option(help="Exits that take part: `rotational`, every R-th in turn; `gradual`, ever earlier ones; or `all`."),
+        Literal["rotational", "gradual"],
+        Option(help="Exits that take part: `rotational`, every R-th in turn, or `gradual`, ever earlier ones."),
     ] = "rotational"
-    rotation: Annotated[int, Option(min=1, metavar="R", help="R of the rotational curriculum.")] = 4
+    rotation: Annotated[int, Option(min=1, metavar="R", help="R of the rotational curriculum; 1: all.")] = 4
     exit_scale: Annotated[float, Option(help="Weight of the exits against the full model.")] = 0.2
     weighting: Annotated[Literal["depth", "even"], Option(help="Exits weigh more with `depth`, or all `even`.")] = (
         "depth"
@@ -172,15 +172,11 @@ class LayerSkipRecipe:
     def active(self, depth: int, step: int, steps: int) -> list[int]:
         """Return the exits that take part in a step. The full model always does."""
         exits = self.exits_of(depth)
-        match self.curriculum:
-            case "rotational":
-                return [exit_layer for place, exit_layer in enumerate(exits) if (place - step) % self.rotation == 0]
-            case "gradual":
-                # One exit more, from the last to the first, every T / 2n steps: all of n are there at half time.
-                joined = min(len(exits), 1 + 2 * len(exits) * step // steps)
-                return list(exits[len(exits) - joined :])
-            case "all":
-                return list(exits)
+        if self.curriculum == "rotational":
+            return [exit_layer for place, exit_layer in enumerate(exits) if (place - step) % self.rotation == 0]
+        # One exit more, from the last to the first, every T / 2n steps: all of n are there at half time.
+        joined = min(len(exits), 1 + 2 * len(exits) * step // steps)
+        return list(exits[len(exits) - joined :])
 
     def weights(self, depth: int, active: list[int]) -> list[float]:
         """Return the share of the loss of each active exit and, last, of the full model. They sum to 1."""
