@@ -115,9 +115,6 @@ class WorkerArm:
         print(f"{name}: {worker.read()['system']}")
         return cls(ArmSpec("other", name, lossless=False), worker)
 
-    def absence(self, cell: Cell) -> None:
-        return None
-
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         (ids,) = prompts.rows
         job = {"ids": ids, "tokens": cell.max_new_tokens, "temperature": cell.temperature, "seed": seed}

@@ -293,7 +293,6 @@ _each("Measurements nodes", [-1, 1.5, "3", True, None, NAN, 257], lambda g, v: M
 _each("Settings accept", [[], ["x"], ["token", "token"], [3], 3, "token"], lambda g, v: Settings(accept=v))
 for name, fewest in {"max_new_tokens": 2, "draft_length": 1, "samples": 100}.items():
     _each(f"Settings {name}", [*NO_COUNTS, fewest - 1], _field(name, lambda g: Settings))
-_each("Settings level", [*NO_NUMBERS, 0.0, 1.5, -0.1], lambda g, v: Settings(level=v))
 _each("Settings seed", [1.5, "3", None, NAN, [1], -1, 2**63], lambda g, v: Settings(seed=v))
 for name in ("steps", "batch", "length", "save_every", "evaluate_every", "accumulate"):
     _each(f"Course {name}", NO_COUNTS, _field(name, lambda g: Course))

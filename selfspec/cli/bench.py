@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,6 +48,23 @@ _PRINTED = (
 )
 
 
+class ExtraArm(StrEnum):
+    """What `--arm` takes."""
+
+    STATIC = "static"
+    LOOK_UP = "lookup"
+    DRAFT = "draft"
+
+
+class Measured(StrEnum):
+    """What `--measure` takes."""
+
+    SPEED = "speed"
+    COSTS = "costs"
+    QUALITY = "quality"
+    ACCEPTANCE = "acceptance"
+
+
 class RefusedError(FailedCheckError):
     """Greedy tokens of an arm differ from those of `model.generate`, by more than rounding explains."""
 
@@ -56,7 +74,7 @@ class Arms:
     """Arms: ways to decode."""
 
     arm: Annotated[
-        list[Literal["static", "lookup", "draft"]] | None,
+        list[ExtraArm] | None,
         typer.Option(
             metavar="ARM",
             help="An arm besides `model.generate` and selfspec plain; may be repeated. `static`: model.generate "
@@ -178,7 +196,7 @@ class MeasuredParts:
     """What is measured in each cell."""
 
     measure: Annotated[
-        list[Literal["speed", "costs", "quality", "acceptance"]] | None,
+        list[Measured] | None,
         typer.Option(
             metavar="PART",
             help="What to measure; may be repeated. `speed`, in turns; `costs` of the parts of a round by themselves, "
@@ -192,7 +210,7 @@ class MeasuredParts:
 
     def parts(self, memory: str | None) -> frozenset[Part]:
         """What is measured of a model that is in memory whole, or within a budget."""
-        asked: frozenset[Part] = frozenset(self.measure or ())
+        asked: frozenset[Part] = frozenset(each.value for each in self.measure or ())
         if memory is not None and "costs" in asked:
             raise UnsupportedOptionError("--measure costs is for models in memory whole; drop it, or --memory")
         if "acceptance" in asked and asked - {"acceptance", "quality"}:

@@ -115,7 +115,7 @@ COMMANDS = {
         "--draft none": "give --draft exit:4",
         "--draft exit:12": "choose 1..11",
         "--seconds -1": "--seconds",
-        "--seconds inf": "--seconds inf never ends",
+        "--seconds inf": "--seconds",
         "--temperature 0": "give one above 0",
         "--max-new-tokens 1": "--max-new-tokens",
     },

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from selfspec.accept import find_rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.profile import Profile
-from selfspec.device import has_graphs, on_host
+from selfspec.device import has_graphs
 from selfspec.draft import Drafter
 from selfspec.errors import PromptError
 from selfspec.measure.checkpoint import Checkpoint
@@ -174,8 +172,6 @@ ArmKind = Literal["generate", "static", "lookup", "plain", "draft", "other"]
 # Tokens that `model.generate` looks up at a time, as its documentation has it.
 _LOOK_UP_TOKENS = 10
 
-_COMPILERS = ("g++", "clang++", "c++")
-
 
 @dataclass(frozen=True)
 class ArmSpec:
@@ -232,9 +228,6 @@ class Arm(Protocol):
 
     spec: ArmSpec
 
-    def absence(self, cell: Cell) -> str | None:
-        """Say why it cannot in a cell; None: it can."""
-
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         """Decode prompts under the conditions of a cell."""
 
@@ -267,9 +260,6 @@ class OwnArm:
             return draft.choose_draft(greedy=not cell.sampled).in_batch(cell.batch).draft
         return draft
 
-    def absence(self, cell: Cell) -> None:
-        return None
-
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         watch = Stopwatch(self.wrapped.model.device)
         # A prompt comes again in every turn, and would be drafted from what was written the last time.
@@ -292,11 +282,6 @@ class StockArm:
 
     def __init__(self, spec: ArmSpec, model: PreTrainedModel) -> None:
         self.spec, self._model = spec, bare(model)
-
-    def absence(self, cell: Cell) -> str | None:
-        if self.spec.kind == "lookup" and cell.batch > 1:
-            return "transformers' prompt look-up takes one row at a time"
-        return _no_compiler(self._model.device) if self.spec.kind == "static" else None
 
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         device = self._model.device
@@ -344,10 +329,3 @@ class _FirstToken(StoppingCriteria):
         if self.calls == 1:
             self.seconds, self.tokens = self._watch.read(), input_ids.numel() - self._prompts.numel()
         return self._goes_on
-
-
-def _no_compiler(device: torch.device) -> str | None:
-    """Say why nothing can be compiled for a device; None: it can be."""
-    if not on_host(device) or any(map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))):
-        return None
-    return f"torch.compile needs a C++ compiler on a CPU, and none of {', '.join(_COMPILERS)} is there"

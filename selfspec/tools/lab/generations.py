@@ -100,19 +100,14 @@ class Generations:
             wanted = {run.labels["arm"]: run for run in asked[cell]}
             greedy = [[*call.rows] for call in results[0].calls[0]] if results[0].refused is not None else None
             for result, cost in zip(results, costs, strict=True):
-                nats = self._nats(result, cell, prompts)
+                # Greedily every repeat says the same.
+                scored = (result.calls if cell.sampled else result.calls[:1]) if "quality" in self.parts else ()
+                nats = [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in scored]
                 found = arm_rows(result, prompts, self.tokenizer, cost, nats, greedy)
                 if not timed:
                     found = [{name: each[name] for name in each if not name.endswith("seconds")} for each in found]
                 runs.keep(wanted[result.arm.spec.name].rows(found, around))
         return [row for wanted in asked.values() for run in wanted for row in runs[run]]
-
-    def _nats(self, result: ArmRun, cell: Cell, prompts: Sequence[Prompts]) -> list[list[list[float]]]:
-        if "quality" not in self.parts:
-            return []
-        # Greedily every repeat says the same.
-        repeats = result.calls if cell.sampled else result.calls[:1]
-        return [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in repeats]
 
 
 def rows_of(
@@ -303,11 +298,10 @@ def measure(
     By the clock no turn of all arms begins that would end later than `until`, but for the first; so the last repeat may
     have fewer calls than there are prompts.
     """
-    results = [ArmRun(arm, arm.absence(cell)) for arm in arms]
+    results = [ArmRun(arm) for arm in arms]
     # Those of selfspec come last and warm up first: they refuse what they cannot do.
     for result in reversed(results):
-        if result.absence is None:
-            result.absence = _warmed_up(result.arm, prompts, cell, warm_up, tick)
+        result.absence = _warmed_up(result.arm, prompts, cell, warm_up, tick)
     running = [result for result in results if result.absence is None]
     longest = 0.0
     for turn in range(repeats * len(prompts)):

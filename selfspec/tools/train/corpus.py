@@ -7,19 +7,18 @@ import hashlib
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jinja2 import TemplateError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.errors import CorpusError, TrainingError
-from selfspec.files.writing import whole, write_sealed
+from selfspec.errors import CorpusError, DraftConfigError, TrainingError
+from selfspec.files.json_text import DescribedTensors, write_described
+from selfspec.files.writing import write_sealed
 from selfspec.measure.own_text import own_text
 from selfspec.measure.prompts import Message, json_lines
 from selfspec.measure.stock import end_tokens
@@ -33,7 +32,16 @@ from selfspec.tools.train.recipe import Course, Texts
 _BATCH = 64
 # Texts that the model writes at once.
 _WRITTEN = 32
+_ABOUT = "own_text"
 _MESSAGE = ("role", "content")
+
+
+@dataclass(frozen=True)
+class _About:
+    """The header of a file of the model's own text: its format, and the tokens of each text."""
+
+    format: Literal[2]
+    length: int
 
 
 @dataclass(frozen=True)
@@ -299,7 +307,7 @@ def written_text(
     """
     written = Blocks.of(torch.empty(0, course.length, dtype=torch.long))
     if kept.exists():
-        written = _kept_text(kept)
+        written = _kept_text(kept, course.length)
     # Beginnings of like length need little padding.
     order = sorted(range(len(begun)), key=lambda place: len(begun[place]))
     ends = torch.tensor(sorted(end_tokens(model)), dtype=torch.long)
@@ -313,8 +321,8 @@ def written_text(
             [_learnt(row, len(first), some.shape[1], ends) for row, first in zip(more, rows, strict=True)]
         )
         written = Blocks(torch.cat([written.ids, more]), torch.cat([written.learnt, learnt]))
-        with whole(kept) as draft:
-            save_file({"ids": written.ids, "learnt": written.learnt}, draft)
+        content = {"ids": written.ids, "learnt": written.learnt.to(torch.uint8)}
+        write_described(kept, _ABOUT, asdict(_About(2, course.length)), content)
     back = torch.tensor(order).argsort()
     return split(written.chosen(back), texts.held_out_blocks)
 
@@ -327,12 +335,17 @@ def _learnt(row: Tensor, first: int, padded: int, ends: Tensor) -> Tensor:
     return (places >= first) & (places < len(row) - (padded - first)) & ~behind
 
 
-def _kept_text(kept: Path) -> Blocks:
+def _kept_text(kept: Path, length: int) -> Blocks:
+    remedy = "remove it to have the text written again"
     try:
-        found = load_file(kept)
-        return Blocks(found["ids"], found["learnt"])
-    except (OSError, SafetensorError, KeyError) as error:
-        raise TrainingError(f"{kept} cannot be read ({error}); remove it to have the text written again") from error
+        found = DescribedTensors(kept, "text that the model wrote", _ABOUT, _About, remedy)
+        found.check_names(("ids", "learnt"))
+        shape = (found.read("ids").shape[0], length)
+        ids = found.read_like("ids", torch.empty(shape, dtype=torch.long))
+        learnt = found.read_like("learnt", torch.empty(shape, dtype=torch.uint8))
+        return Blocks(ids, learnt.bool())
+    except DraftConfigError as error:
+        raise TrainingError(str(error)) from error
 
 
 def _lines(file: Path, text: str) -> Iterator[Document]:

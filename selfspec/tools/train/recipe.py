@@ -193,7 +193,7 @@ def rate_of_model(parameters: int) -> float:
 
     It is 5e-4 for up to 10M parameters, then by the root of the size, so 1.4e-4 for 135M and 5e-5 for 1B.
     """
-    return _SMALL_RATE * min(1.0, (_SMALL / parameters) ** 0.5)
+    return _SMALL_RATE * min(1.0, math.sqrt(_SMALL / parameters))
 
 
 def _checked(exits: Sequence[Any], depth: int) -> tuple[int, ...]:

@@ -118,16 +118,14 @@ def run(
             lesson = LayerSkipLesson(checkpoint, recipe, text.held_out)
         folder.begin(settings)
     before = lesson.measure() if processes.is_main_process else {}
-    if not processes.is_main_process:
-        observe = _unobserved
     started, resumed = time.perf_counter(), resumed_step(to)
-    observe(0, course.steps, before)
+    if processes.is_main_process:
+        observe(0, course.steps, before)
     log = train(lesson, course, text.train, to, str(next(lesson.model.parameters()).device), observe)
     seconds = time.perf_counter() - started
     # What is measured is what is saved.
     lesson.model.to(dtype).float()
     after = lesson.measure()
-    observe(course.steps, course.steps, after)
     report = {
         **settings,
         "made_with": environment(checkpoint.model.device),
@@ -139,12 +137,9 @@ def run(
         "log": log,
     }
     if processes.is_main_process:
+        observe(course.steps, course.steps, after)
         folder.finish(lambda new: lesson.save(new, dtype, after), report)
     return report
-
-
-def _unobserved(step: int, steps: int, figures: Mapping[str, float]) -> None:
-    """Leave it to the first process to say what happens."""
 
 
 # Nats a token that the full model may lose before it is said; a rise of the loss.

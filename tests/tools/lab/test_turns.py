@@ -155,9 +155,6 @@ class FakeArm:
     seen: list[tuple[int, Cell, int]] = field(default_factory=list)
     spec: ArmSpec = field(default_factory=lambda: ArmSpec("plain"))
 
-    def absence(self, cell: Cell) -> None:
-        return None
-
     def decode(self, prompts: Prompts, cell: Cell, seed: int) -> Call:
         self.clock.now += self.seconds
         self.seen.append((int(prompts.ids[0, -1]), cell, seed))

@@ -25,7 +25,7 @@ from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts, rate_of_model
 from selfspec.tools.train.run import run
 
-_COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3)
+_COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3, decay=0.4)
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
 _RECIPE = LayerSkipRecipe(exits=(2, 3), rotation=1, exit_scale=1.0, weighting="even", exit_target="model")
 

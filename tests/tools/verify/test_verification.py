@@ -131,7 +131,7 @@ def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
 
 def test_as_many_steps_are_told_as_were_announced(llama: PreTrainedModel) -> None:
     told: list[int | str] = []
-    watch = SimpleNamespace(begin=told.append, step=told.append)
+    watch: Any = SimpleNamespace(begin=told.append, step=told.append)
     short = replace(TEXTS, max_new_tokens=4)
     verify(llama, [tiny.prompt(5), tiny.prompt(3)], [selfspec.drafts.EarlyExit(2)], short, watch=watch)
     announced, *steps = told
