@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from selfspec.kernels.crossover import crossover
 
 # Weights that are joined at once where rows are many: larger blocks come from the system anew, a page after the other.
 _PANEL_ON_CPU = 120_000
+# The largest weight, in numbers, whose memory a thread keeps for the next one that it joins.
+_MOST_KEPT = 1 << 24
 
 
 class UnsupportedWeightError(RuntimeError):
@@ -89,6 +93,27 @@ class PackedLinear(nn.Module, ABC):
         return product if self.bias is None else product + self.bias
 
 
+class _Room(threading.local):
+    """Memory of a thread for the weight that it multiplies by; new memory comes from the system a page at a time."""
+
+    def __init__(self) -> None:
+        self._kept = torch.empty(0)
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        """Return memory for a weight in float32, which the next call returns again."""
+        size = rows * columns
+        if size > _MOST_KEPT:
+            return torch.empty(rows, columns)
+        if size > len(self._kept):
+            self._kept = torch.empty(size)
+        return self._kept[:size].view(rows, columns)
+
+
+@cache
+def _room() -> _Room:
+    return _Room()
+
+
 @dataclass(frozen=True)
 class Operands:
     """Holds what `selfspec.kernels.native.few_rows_packed` reads a weight by, as its arguments describe it."""
@@ -134,6 +159,12 @@ class KernelLinear(PackedLinear):
         return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)
 
     def _of_many(self, states: Tensor) -> Tensor:
+        keeps = type(states) is not Tensor or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if self.dtype == torch.float32 and self.is_native and not keeps and not torch.compiler.is_compiling():
+            # Nothing reads the weight later.
+            weight = _room().of(self.out_features, self.in_features)
+            native.read_rows_to(weight, torch.arange(self.out_features), *self.operands.all, self.in_features)
+            return functional.linear(states, weight)
         if self.dtype != torch.bfloat16 or not self.is_native:
             return functional.linear(states, self.join())
         # In float32 torch gives other bits for fewer outputs.

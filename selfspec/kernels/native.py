@@ -305,6 +305,22 @@ def rows_packed(
     return _by(_read_rows, torch.ops.selfspec.rows_packed, ids, weight, parts, format, setting, inputs, dtype)
 
 
+def read_rows_to(
+    found: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    parts: Sequence[Tensor | None],
+    format: int,
+    setting: int,
+    inputs: int,
+) -> None:
+    """Write rows of a packed weight to `found`, `[..., inputs]`, as `rows_packed` reads them; all lies on the CPU."""
+    _check_contiguous(weight, parts)
+    numbers = ids.to(torch.int64).contiguous()
+    sizes = (format, weight.shape[0], inputs, numbers.numel(), NUMBERS[found.dtype], setting)
+    run_one(Kind.EMBED, (*sizes, weight, *all_parts(parts, None), numbers, found), _threads(found.numel()))
+
+
 def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     """Call a product that takes at most `MOST_ROWS` rows for any number of rows, `[..., in]` to `[..., out]`."""
     shape = [int(size) for size in states.shape]
@@ -440,11 +456,8 @@ def _read_rows(
     inputs: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    _check_contiguous(weight, parts)
     found = torch.empty(*ids.shape, inputs, dtype=dtype)
-    numbers = ids.to(torch.int64).contiguous()
-    sizes = (format, weight.shape[0], inputs, numbers.numel(), NUMBERS[dtype], setting)
-    run_one(Kind.EMBED, (*sizes, weight, *all_parts(parts, None), numbers, found), _threads(found.numel()))
+    read_rows_to(found, ids, weight, parts, format, setting, inputs)
     return found
 
 

@@ -67,6 +67,23 @@ def test_products_are_those_of_the_dense_weight(variant: str | None, outputs: in
         assert torch.equal(packed.product(states), of_dense(states, weight))
 
 
+def test_weights_that_share_memory_leave_products_and_gradients_alone(variant: str | None) -> None:
+    weights = [few_octaves(outputs, 200, outputs) for outputs in (40, 7, 90, 40)]
+    packed = [layer(weight, torch.float32) for weight in weights]
+    states = torch.randn(130, 200, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = [each.product(states) for each in packed]
+    for product, weight in zip(found, weights, strict=True):
+        assert torch.equal(product, of_dense(states, weight))
+    states.requires_grad_()
+    product = packed[0].product(states)
+    with torch.no_grad():
+        packed[3].product(states)
+    product.sum().backward()
+    assert states.grad is not None
+    assert torch.allclose(states.grad, weights[0].float().sum(0).expand_as(states), atol=1e-5)
+
+
 def test_products_of_prompts_in_panels_are_those_of_the_whole_weight(variant: str | None) -> None:
     weight = few_octaves(500, 576)
     states = torch.randn(33, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
