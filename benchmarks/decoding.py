@@ -9,9 +9,9 @@
 `--llama` is the Python of an environment with llama-cpp-python, which then decodes the files of `--gguf`, as
 `convert_hf_to_gguf.py` of llama.cpp makes them, or the model, if it is such a file. `--planes` decodes over the same
 weights in planes too, without a draft and with these. `--length` sets fixed draft lengths beside the default control.
-With `--behind` the prompt is read once, and every way goes on from its keys and values: `selfspec bench --context`
-reads it each time, as users do, which takes hours at tens of thousands of tokens. `benchmarks/widen.py` makes larger
-models of a small one.
+Beside a quantised checkpoint `model.generate` runs it by its own library, which has to be installed. With `--behind`
+the prompt is read once, and every way goes on from its keys and values: `selfspec bench --context` reads it each time,
+as users do, which takes hours at tens of thousands of tokens. `benchmarks/widen.py` makes larger models of a small one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from harness import WorkerArm, compare, prompts_of
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import selfspec
@@ -90,7 +91,7 @@ def main() -> None:
         prompts, cache = [Prompts.of_one_length(read.sequences)], read.cache
     drafts = [(draft, length) for draft in options.draft for length in (None, *options.length)]
     # Stock modules have dense weights of a GGUF file, and read each prompt themselves.
-    arms: list[Arm] = [] if is_file or options.behind else [make_arm(ArmSpec("generate"), base.model)]
+    arms: list[Arm] = [] if is_file or options.behind else [make_arm(ArmSpec("generate"), _stock(place, base.model))]
     arms.append(OwnArm(ArmSpec("plain"), _behind(base, cache)))
     for draft, length in drafts:
         arms.append(OwnArm(ArmSpec("draft", draft, length), _behind(base.drafting(draft, length), cache)))
@@ -110,6 +111,13 @@ def main() -> None:
     compare(options.name, Path(options.model).name, base.model, arms, cells, options.repeats, options.warm_up, parts)
     for worker in {id(arm.worker): arm.worker for arm in arms if isinstance(arm, WorkerArm)}.values():
         worker.end()
+
+
+def _stock(place: str, model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model as its own library runs it; a dense one is wrapped as it is."""
+    if getattr(AutoConfig.from_pretrained(place), "quantization_config", None) is None:
+        return model
+    return AutoModelForCausalLM.from_pretrained(place, dtype=model.dtype)
 
 
 def _behind(spec: selfspec.SelfSpeculative, cache: Any) -> selfspec.SelfSpeculative:
