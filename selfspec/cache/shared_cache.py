@@ -8,7 +8,7 @@ accepted tokens, and what lies after the cursors is scrap.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -25,9 +25,8 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_layer import CacheKind, HostLayer, RecurrentLayer, RoundedLayer, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import EVERYTHING, WHOLE, CacheBits, CacheView, RoundedCopy, Seen, TopSlots
+from selfspec.cache.view import EVERYTHING, WHOLE, CacheView, Seen, TopSlots
 from selfspec.device import has_graphs, to_device
-from selfspec.errors import DraftConfigError
 from selfspec.kernels.trial import runs_triton
 
 _STEPS = 16
@@ -45,11 +44,6 @@ class Slots:
     buffers: tuple[Tensor, ...]  # parts of each layer in turn, as `SharedLayer.kept`, `[batch, heads, capacity, ...]`
     block: OpenBlock | None = None  # the open block of the tokens; None: each sees all slots before its own
     attended: Seen = EVERYTHING
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """Copies and buffers: the tensors that keep their addresses."""
-        return self.attended.copies + self.buffers
 
 
 class SharedCache(Cache):
@@ -86,7 +80,6 @@ class SharedCache(Cache):
         super().__init__(layers=[_layer_like(recurrent.get(index), self.cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
-        self._copies: dict[CacheBits, RoundedCopy] = {}
         self._top: dict[int, TopSlots] = {}
 
     @property
@@ -96,10 +89,9 @@ class SharedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, their copies and the encoder's output, and the most that states have taken."""
+        """Bytes of keys, values and the encoder's output, and the most that states have taken."""
         source = 0 if self.source is None else self.source.nbytes
-        copies = sum(each.nbytes for each in list(self._copies.values()))
-        return sum(layer.nbytes for layer in self._slotted) + copies + self.state_bytes + source
+        return sum(layer.nbytes for layer in self._slotted) + self.state_bytes + source
 
     @property
     def state_bytes(self) -> int:
@@ -137,7 +129,7 @@ class SharedCache(Cache):
     def end(self) -> None:
         """Drop all but the slots, which another cache may adopt."""
         self._most_bytes = self.most_bytes
-        self._copies, self._top, self.source = {}, {}, None
+        self._top, self.source = {}, None
 
     def adopt(self, ended: SharedCache) -> None:
         """Take the slots of an ended cache of the same model if rows are as many, so that passes find them in place."""
@@ -152,7 +144,6 @@ class SharedCache(Cache):
 
     def join(self, other: SharedCache) -> None:
         """Append the rows of another cache of the same model, then unusable. ValueError: no storage; see `hold`."""
-        self._forget_copies()
         first, rows = len(self.seq_lens), len(other.seq_lens)
         held, room = self.cursors.held, self.cursors.room
         if first + rows > held or max(other.seq_lens) > room:
@@ -171,7 +162,6 @@ class SharedCache(Cache):
         """Copy the first tokens of another cache's row here, as the only row. ValueError: states need all tokens."""
         if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
-        self._forget_copies()
         self._top.clear()
         self.cursors.seq_lens = [length]
         self.cursors.offsets = [other.cursors.offsets[row]]
@@ -216,35 +206,16 @@ class SharedCache(Cache):
         self.cursors.read = min(self.cursors.read, len(tree) + 1)
 
     @contextmanager
-    def reading(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Iterator[None]:
-        """Run a pass within this context over `width` nodes from `first` on. ValueError: the open tree has fewer.
-
-        If `view` has bits, the pass reads committed tokens from their copy in that many bits.
-        """
+    def reading(self, width: int, first: int = -1) -> Iterator[None]:
+        """Run a pass within this context over `width` nodes from `first` on. ValueError: the open tree has fewer."""
         if self.cursors.tree is not None and first + width > len(self.cursors.tree):
             raise ValueError(f"the open tree has {len(self.cursors.tree)} nodes, and a pass asks for {first + width}")
         self.cursors.first = first
         self.cursors.read = max(self.cursors.read, first + 1 + width)
         try:
-            with nullcontext() if view.bits is None else self._copy(view.bits).shown():
-                yield
+            yield
         finally:
             self.cursors.first = -1
-
-    def check_copies(self) -> None:
-        """Raise DraftConfigError where copies in fewer bits cannot be made: the cache is not exact, on the device."""
-        if self.kept != "exact":
-            raise DraftConfigError(
-                f"a draft cannot read keys and values in fewer bits where they are kept as cache={self.kept!r}; leave "
-                "out one of the two"
-            )
-
-    def _copy(self, bits: CacheBits) -> RoundedCopy:
-        """Return the copy in `bits` bits, up to the cursors."""
-        if bits not in self._copies:
-            self._copies[bits] = RoundedCopy(self._slotted, bits)
-        self._copies[bits].follow(self.seq_lens, self.cursors.capacity)
-        return self._copies[bits]
 
     def top(self, keys: int) -> TopSlots:
         """Return the slots of drafts that attend to `keys` keys."""
@@ -253,15 +224,8 @@ class SharedCache(Cache):
         return self._top[keys]
 
     def attended(self, view: CacheView) -> Seen:
-        """Return a view with the tensors that say which slots and copies a pass through it attends to now."""
-        top = None if view.top_keys is None else self.top(view.top_keys).seen(self.cursors.capacity)
-        copied, copies = (None, ()) if view.bits is None else self._copy(view.bits).tensors
-        return Seen(view, top, copied, copies)
-
-    def _forget_copies(self) -> None:
-        """Drop the copies, since rows have changed; the next draft makes new ones."""
-        for each in self._copies.values():
-            each.forget()
+        """Return a view with the tensor that says which slots a pass through it attends to now."""
+        return Seen(view, None if view.top_keys is None else self.top(view.top_keys).seen(self.cursors.capacity))
 
     def commit(self, counts: Sequence[int]) -> None:
         """Move each row's cursor over its first tokens of the block. ValueError: the open tree branches among them."""
@@ -325,7 +289,6 @@ class SharedCache(Cache):
 
     def _narrow_places(self, rows: Sequence[int]) -> None:
         """Keep only some rows of all but the slots."""
-        self._forget_copies()
         for top in self._top.values():
             top.narrow(rows)
         self.cursors.narrow(rows)

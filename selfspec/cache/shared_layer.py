@@ -27,10 +27,7 @@ CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 
 
 class SharedLayer(CacheLayerMixin):
-    """Holds one layer's slots, `[batch, heads, capacity, head_dim]`: the first rows of what is stored.
-
-    `seen_through` maps keys and values to what passes see in place of them; None: passes see them as they are.
-    """
+    """Holds one layer's slots, `[batch, heads, capacity, head_dim]`: the first rows of what is stored."""
 
     is_sliding = False
     names: tuple[str, ...] = ("keys", "values")
@@ -41,7 +38,6 @@ class SharedLayer(CacheLayerMixin):
         self._stored: tuple[Tensor, ...] | None = None
         self._shown: tuple[Tensor, ...] = ()
         self._capacity = 0
-        self.seen_through: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -121,8 +117,7 @@ class SharedLayer(CacheLayerMixin):
 
     def seen(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a pass over `width` tokens may read."""
-        seen = self.read([self._seen(slots, width) for slots in self.parts], self.dtype)
-        return seen if self.seen_through is None else self.seen_through(*seen)
+        return self.read([self._seen(slots, width) for slots in self.parts], self.dtype)
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all slots, as passes read them."""

@@ -13,7 +13,7 @@ from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.heads.uno import Uno
 from selfspec.draft.layer_skip import LayerSkip
-from selfspec.draft.less_of_cache import CacheInBits, CacheWindow, TopOfCache
+from selfspec.draft.less_of_cache import CacheWindow, TopOfCache
 from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.predicted import Predicted
@@ -24,7 +24,6 @@ from selfspec.draft.suffixes import Suffixes
 
 __all__ = [
     "Budget",
-    "CacheInBits",
     "CacheWindow",
     "Cascade",
     "ChosenExit",

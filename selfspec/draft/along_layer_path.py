@@ -68,8 +68,6 @@ class LayerPathDrafter(Drafter):
         return cache_bytes_read(config, model.dtype, path, lengths)
 
     def begin(self, rows: RowsView) -> LayerPathProposer:
-        if self.path(rows.runner.depth).view.bits is not None:
-            rows.runner.cache.check_copies()
         return LayerPathProposer(self, rows.runner.depth)
 
 

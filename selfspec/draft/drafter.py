@@ -299,11 +299,6 @@ class OwnBytes:
     weights: int = 0
     token: int = 0  # keys and values for one token of a row
     row: int = 0  # memory of a row of any length
-    copies: int = 0  # copies of the model's keys and values for one token of a row; they are made anew if missing
-
-    @property
-    def of_token(self) -> int:
-        return self.token + self.copies
 
     def __add__(self, other: OwnBytes) -> OwnBytes:
         sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}

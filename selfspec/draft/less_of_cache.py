@@ -1,24 +1,22 @@
-"""Drafting over less of the cache: copies in fewer bits, a window, or the keys with most of the target's attention."""
+"""Drafting over less of the cache: a window, or the keys with most of the target's attention."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.cache.masks import all_layers_slide
-from selfspec.cache.view import CHUNK, CacheBits, CacheView, Window, copied_bytes
+from selfspec.cache.view import CHUNK, CacheView, Window
 from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
-from selfspec.draft.drafter import Drafter, OwnBytes, drafter, read_number
+from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import has_encoder
-from selfspec.model.sizes import layer_caches
 from selfspec.runtime.attention import AttentionShares
 
 LONG = 1024
@@ -61,55 +59,6 @@ def _all_tokens(view: CacheView) -> CacheView:
     if view.window is not None or view.top_keys is not None:
         raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
     return view
-
-
-@drafter(
-    "kv4",
-    written="behind",
-    example="int8+kv4",
-    help="any of these whose steps read keys and values in 4 bits, for long texts",
-)
-@drafter(
-    "kv8",
-    written="behind",
-    example="int8+kv8",
-    help="any of these whose steps read keys and values in 8 bits, for long texts",
-)
-@dataclass(frozen=True, eq=False)
-class CacheInBits(OverLessOfCache):
-    """Runs another path drafter, whose draft steps read committed keys and values in `cache_bits` bits.
-
-    The copies lie beside the exact ones, which the target reads; 4 bits take an eighth of float32's bytes. As in
-    QuantSpec (Tiwari et al., 2025, arXiv 2502.10424).
-    """
-
-    cache_bits: CacheBits = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.cache_bits) is not int or self.cache_bits not in get_args(CacheBits):
-            raise DraftConfigError(f"keys and values are copied in 8 or 4 bits, got {shown(self.cache_bits)}")
-
-    @classmethod
-    def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> CacheInBits:
-        if argument is not None or not isinstance(before, LayerPathDrafter):
-            raise ValueError(argument)
-        return cls(before, 8 if name == "kv8" else 4)
-
-    @property
-    def spelling(self) -> str | None:
-        before = self.draft_with.spelling
-        return None if before is None else f"{before}+kv{self.cache_bits}"
-
-    def less(self, view: CacheView) -> CacheView:
-        if view.bits is not None:
-            raise DraftConfigError("a draft reads one copy of keys and values; write +kv4 or +kv8 once")
-        return replace(view, bits=self.cache_bits)
-
-    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
-        caches = layer_caches(model.config.get_text_config(decoder=True))
-        copied = sum(copied_bytes(each.numbers, each.key, self.cache_bits) for each in caches)
-        return super().own_bytes(model) + OwnBytes(copies=copied)
 
 
 LEAST = 4 * CHUNK

@@ -6,15 +6,13 @@
 
 #include <array>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "functions.h"
 #include "lanes.h"
 #include "numbers.h"
-#include "rounded_slots.h"
 
-// Slots that are chosen together, as in `selfspec/cache/top_slots.py`.
+// Slots that are chosen together, as in `selfspec/cache/view.py`.
 constexpr int64_t kSlotsChosen = 32;
 
 // What a query sees: the slots of a few sinks or of some chunks, and all from `first` on and before `end`; of the
@@ -52,16 +50,10 @@ struct Head {
   const typename Slots::Stored* at;
   int64_t size;
 
-  const Head& slots(int64_t, int64_t, float*) const { return *this; }
-
   // Asks for some slots, so that they have come from memory when they are read.
   void ask(int64_t first, int64_t end) const {
     constexpr int64_t line = 64 / sizeof(typename Slots::Stored);
     for (const auto* from = at + first * size; from < at + end * size; from += line) __builtin_prefetch(from, 0, 2);
-  }
-
-  void read_slot(int64_t slot, float* to) const {
-    for (int64_t i = 0; i < size; ++i) to[i] = Slots::number(at[slot * size + i]);
   }
 
   template <int Vectors>
@@ -123,30 +115,6 @@ struct Head {
     for (; place < size; ++place) {
       for (int64_t slot = first; slot < end; ++slot) y[place] += shares[slot] * Slots::number(at[slot * size + place]);
     }
-  }
-};
-
-// Keys or values of one head, of which the first slots are seen by their copy.
-template <typename Slots, int Bits>
-struct WithCopy {
-  Head<Slots> exact;
-  RoundedHead<Bits> copy;
-  int64_t copied;
-  int64_t size;
-
-  // Unpacking takes longer than reading.
-  void ask(int64_t, int64_t) const {}
-
-  // Some slots as floats, in `room`, so that all queries over them share the work.
-  Head<Plain<float>> slots(int64_t first, int64_t end, float* room) const {
-    if constexpr (std::is_same_v<Slots, Plain<float>>) {
-      if (first >= copied) return exact;
-    }
-    for (int64_t slot = first; slot < end; ++slot) {
-      float* to = room + (slot - first) * size;
-      slot < copied ? copy.read_slot(slot, to) : exact.read_slot(slot, to);
-    }
-    return {room - first * size, size};
   }
 };
 
@@ -214,8 +182,8 @@ struct Query {
 // Calls `work` with a query, a range of slots that it sees, their scores, and keys or values of these; for some slots at
 // a time, so that they are read from memory once for all queries. Only the first of these has the processor read ahead,
 // and while many others compute the memory would be idle: each of them asks for its share of the next slots.
-template <typename Kept, typename Work>
-void over_slots(const std::vector<Query>& queries, const Kept& kept, float* room, const Work& work) {
+template <typename Slots, typename Work>
+void over_slots(const std::vector<Query>& queries, Head<Slots> kept, const Work& work) {
   int64_t end = 0;
   for (const Query& query : queries) end = std::max(end, query.sight.end);
   const auto is_seen = [&](int64_t slot) {
@@ -232,33 +200,31 @@ void over_slots(const std::vector<Query>& queries, const Kept& kept, float* room
     const bool goes_on = next < end && is_seen(next);
     const bool asks = goes_on && queries.size() >= kQueriesThatAsk;
     if (seen) {
-      const auto& some = kept.slots(slot, std::min(next, end), room);
       int64_t ahead = next;
       for (const Query& query : queries) {
         const int64_t last = std::min({ahead + share, next + kSlotsTogether, end});
         if (asks && ahead < last) kept.ask(ahead, last);
         ahead = last;
-        query.within(slot, next, [&](int64_t from, int64_t to, float* scores) { work(some, query, from, to, scores); });
+        query.within(slot, next, [&](int64_t from, int64_t to, float* scores) { work(query, from, to, scores); });
       }
     }
     seen = goes_on;
   }
 }
 
-// Some queries over the same keys and values. There is room for the numbers of so many slots as are gone over together.
-template <typename Kept>
-void attend(const std::vector<Query>& queries, const Kept& keys, const Kept& values, float scale, float cap,
-            float* room) {
-  over_slots(queries, keys, room, [](const auto& some, const Query& query, int64_t from, int64_t to, float* scores) {
-    some.score(query.at, from, to, scores);
+// Some queries over the same keys and values.
+template <typename Slots>
+void attend(const std::vector<Query>& queries, Head<Slots> keys, Head<Slots> values, float scale, float cap) {
+  over_slots(queries, keys, [&](const Query& query, int64_t from, int64_t to, float* scores) {
+    keys.score(query.at, from, to, scores);
   });
   std::array<float, kQueriesTogether> sums;
   for (size_t i = 0; i < queries.size(); ++i) {
     sums[i] = queries[i].weigh(scale, cap);
     std::fill(queries[i].y, queries[i].y + values.size, 0.f);
   }
-  over_slots(queries, values, room, [](const auto& some, const Query& query, int64_t from, int64_t to, float* shares) {
-    some.add(shares, from, to, query.y);
+  over_slots(queries, values, [&](const Query& query, int64_t from, int64_t to, float* shares) {
+    values.add(shares, from, to, query.y);
   });
   for (size_t i = 0; i < queries.size(); ++i) {
     for (int64_t place = 0; place < values.size; ++place) queries[i].y[place] *= 1 / sums[i];
@@ -286,7 +252,7 @@ class Alone {
     }
     for (int64_t head = 0; head < group; head += kQueriesTogether) {
       const auto last = std::min<int64_t>(head + kQueriesTogether, group);
-      attend(std::vector<Query>(queries_.begin() + head, queries_.begin() + last), keys, values, scale, 0, nullptr);
+      attend(std::vector<Query>(queries_.begin() + head, queries_.begin() + last), keys, values, scale, 0);
     }
   }
 

@@ -90,8 +90,7 @@ class Kind(IntEnum):
     MAP = 7
     EMBED = 8
     ATTEND_ALONE = 9
-    ROUND_SLOTS = 10
-    CHOOSE = 11
+    CHOOSE = 10
 
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3, torch.int64: 4, torch.float16: 7}
@@ -384,20 +383,6 @@ def attend_alone(
     operands: tuple[Operand, ...] = (*sizes, is_causal, float(scale), states, *slots_of, sees, found)
     run_one(Kind.ATTEND_ALONE, operands, _threads(found.numel() * slots))
     return found.to(dtype)
-
-
-def round_slots(exact: Tensor, levels: Tensor, factors: Tensor, begins: Tensor, ends: Tensor) -> None:
-    """Round each row's slots, those from `begins` on and before `ends`, int64, to levels and factors of a copy.
-
-    `exact` is `[batch, heads, slots, size]`; `selfspec.cache.view` lays out levels and factors.
-    """
-    batch, heads, _, size = exact.shape
-    held = levels.shape[3] * 8 // size
-    if exact.stride(3) != 1 or not levels.is_contiguous() or not factors.is_contiguous():
-        raise RuntimeError("round_slots: numbers of a slot lie side by side")
-    sizes = (held, NUMBERS[exact.dtype], batch, heads, size, levels.shape[2])
-    operands: tuple[Operand, ...] = (*sizes, exact, *exact.stride()[:3], levels, factors, begins, ends)
-    run_one(Kind.ROUND_SLOTS, operands, _threads(int((ends - begins).sum()) * heads * size))
 
 
 def _threads(work: int) -> int:

@@ -32,7 +32,7 @@
 namespace {
 
 enum class Kind : int64_t {
-  kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed, kAttendAlone, kRoundSlots, kChoose
+  kEnd, kWait, kProduct, kNorm, kRotate, kWrite, kAttend, kMap, kEmbed, kAttendAlone, kChoose
 };
 enum class Dtype : int64_t {
   kFloat, kBFloat16, kInt8, kInt4, kInt64, kFloatColumns, kDouble, kFloat16, kPlanes, kUpper, kGroups
@@ -356,12 +356,6 @@ void attend_slots(Words& words, Worker& worker) {
   const auto* keys = words.operand<const typename Slots::Stored>();
   const auto* values = words.operand<const typename Slots::Stored>();
   float* y = words.operand<float>();
-  const int64_t bits = words.number();
-  const auto* copied = words.operand<const int64_t>();
-  const auto *levels = words.operand<const uint8_t>();
-  const auto *factors = words.operand<const float>();
-  const auto *levels_of_values = words.operand<const uint8_t>();
-  const auto *factors_of_values = words.operand<const float>();
   const auto* seen = words.operand<const bool>();
   const int64_t* table = words.table;
   const int64_t capacity = table[source ? kPlaces : kCapacity], nodes = table[kNodes];
@@ -370,9 +364,7 @@ void attend_slots(Words& words, Worker& worker) {
   const auto* depths = reinterpret_cast<const int64_t*>(table[kDepths]);
   const auto* sees = reinterpret_cast<const bool*>(table[kSees]);
   const int64_t room = capacity + kLanes<float>;
-  const int64_t of_block = bits ? kSlotsTogether * std::max(size, size_of_values) : 0;
-  float* block = worker.room.of<float>(of_block + kQueriesTogether * room);
-  float* scores = block + of_block;
+  float* scores = worker.room.of<float>(kQueriesTogether * room);
   const Range share = worker.share(batch * heads * tokens);
   // Heads that share their keys come after each other.
   std::vector<Query> together;
@@ -405,26 +397,8 @@ void attend_slots(Words& words, Worker& worker) {
     const bool last = number + 1 == share.end || (number + 1) % alike_heads == 0;
     if (!last && together.size() < kQueriesTogether) continue;
     const int64_t head_of_cache = number / alike_heads, first = head_of_cache * capacity;
-    const Head<Slots> exact_keys = {keys + first * size, size};
-    const Head<Slots> exact_values = {values + first * size_of_values, size_of_values};
-    const auto by_copies = [&](auto of_bits) {
-      constexpr int64_t each = decltype(of_bits)::value;
-      const auto part = [&](const Head<Slots>& exact, const uint8_t* of_levels, const float* of_factors) {
-        const int64_t held = exact.size, groups = held / slot_group(held);
-        const RoundedHead<each> copy = {of_levels + first * held * each / 8, of_factors + 2 * groups * first, held,
-                                        capacity};
-        return WithCopy<Slots, each>{exact, copy, copied[row], held};
-      };
-      attend(together, part(exact_keys, levels, factors), part(exact_values, levels_of_values, factors_of_values),
-             scale, cap, block);
-    };
-    if (bits == 8) {
-      by_copies(std::integral_constant<int, 8>{});
-    } else if (bits == 4) {
-      by_copies(std::integral_constant<int, 4>{});
-    } else {
-      attend(together, exact_keys, exact_values, scale, cap, block);
-    }
+    attend(together, Head<Slots>{keys + first * size, size},
+           Head<Slots>{values + first * size_of_values, size_of_values}, scale, cap);
     together.clear();
   }
 }
@@ -433,8 +407,7 @@ void attend_slots(Words& words, Worker& worker) {
 // values are those of what an encoder has read, all of which is seen but for what a mask hides, whether all rows have
 // the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass the
 // latest positions and the sinks, or 0, whether chosen slots alone are seen, scale, cap of scores or 0; queries and three
-// strides; keys; values; y, `[batch, tokens, heads, size of values]`; bits of copies or 0, how many slots of each row they
-// hold, levels and factors of keys and of values; the mask, `[batch, places]`.
+// strides; keys; values; y, `[batch, tokens, heads, size of values]`; the mask, `[batch, places]`.
 void run_attend(Words& words, Worker& worker) {
   stored_as(words.kind<Dtype>(), [&](auto stored) { attend_slots<decltype(stored)>(words, worker); });
 }
@@ -575,36 +548,6 @@ void run_attend_alone(Words& words, Worker& worker) {
   stored_as(words.kind<Dtype>(), [&](auto stored) { attend_alone<decltype(stored)>(words, worker); });
 }
 
-template <int Bits, typename Slots>
-void round_slots(Words& words, Worker& worker) {
-  const auto [batch, heads, size, capacity] = words.numbers<4>();
-  const auto* exact = words.operand<const typename Slots::Stored>();
-  const auto strides = words.numbers<3>();
-  auto* levels = words.operand<uint8_t>();
-  auto* factors = words.operand<float>();
-  const auto *begins = words.operand<const int64_t>(), *ends = words.operand<const int64_t>();
-  const int64_t bytes = size * Bits / 8, of_slot = 2 * size / slot_group(size);
-  const Range share = worker.share(batch * heads);
-  for (int64_t head = share.begin; head < share.end; ++head) {
-    const int64_t row = head / heads;
-    const auto* from = exact + row * strides[0] + head % heads * strides[1];
-    for (int64_t slot = begins[row]; slot < ends[row]; ++slot) {
-      round_slot<Bits, Slots>(from + slot * strides[2], size, levels + (head * capacity + slot) * bytes,
-                              factors + head * of_slot * capacity + slot, capacity);
-    }
-  }
-}
-
-// kRoundSlots: bits, dtype, sizes (batch, heads, size, capacity of the copy); keys or values and three strides; levels,
-// factors; of each row the first slot to round and the one behind the last.
-void run_round_slots(Words& words, Worker& worker) {
-  const int64_t bits = words.number();
-  stored_as(words.kind<Dtype>(), [&](auto stored) {
-    using Slots = decltype(stored);
-    bits == 8 ? round_slots<8, Slots>(words, worker) : round_slots<4, Slots>(words, worker);
-  });
-}
-
 // kChoose: rows, tokens that logits are of, vocabulary, temperature, top-k, top-p, logits; the ids of these tokens and
 // room for the logits of all, where -inf lies already, or neither; how many tokens are never chosen, and these; numbers
 // in [0, 1), second numbers, how far those of the next row are; q and how far its next row is; the chosen token of each
@@ -661,7 +604,6 @@ void run(const int64_t* first, const int64_t* table, Barrier& barrier, Worker& w
       case Kind::kMap: run_map(words, worker); break;
       case Kind::kEmbed: run_embed(words, worker); break;
       case Kind::kAttendAlone: run_attend_alone(words, worker); break;
-      case Kind::kRoundSlots: run_round_slots(words, worker); break;
       case Kind::kChoose: run_choose(words, worker); break;
     }
   }

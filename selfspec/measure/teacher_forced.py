@@ -409,13 +409,12 @@ def _draft_logits(
     cache.cursors.reserve(length)
     runner = ModelRunner(model, adapter, cache, substitutes)
     path = drafter.path(runner.depth)
-    if path.view.bits is None and path.view.top_keys is None:
+    if path.view.top_keys is None:
         return runner.run(PassRequest(path, ids, head=drafter.head)).logits
-    # Copies, and what the target attended to, are of tokens that it has read.
+    # What the target attended to is of tokens that it has read.
     found = []
     for piece in ids.split(_PIECE, 1):
-        if path.view.top_keys is not None:
-            runner.choose_top(path.view.top_keys, piece[:, :1])
+        runner.choose_top(path.view.top_keys, piece[:, :1])
         found.append(runner.run(PassRequest(path, piece, head=drafter.head)).logits)
         runner.prefill(piece, [piece.shape[1]])
         cache.commit([piece.shape[1]])

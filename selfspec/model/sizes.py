@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
-from selfspec.cache.view import EVERY, copied_bytes
+from selfspec.cache.view import EVERY
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import experts_of, shares_read, widening_by_experts
 from selfspec.model.identity import weight_of
@@ -94,9 +94,7 @@ def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPa
         seen = [most for most in (cache.window, of_view) if most is not None]
         if view.top_keys is not None and cache.window is None:
             seen = [view.top_keys + EVERY // 2]
-        exact = cache.numbers * dtype.itemsize
-        each = exact if view.bits is None else copied_bytes(cache.numbers, cache.key, view.bits)
-        read += each * sum(min(length, *seen) if seen else length for length in lengths)
+        read += cache.numbers * dtype.itemsize * sum(min(length, *seen) if seen else length for length in lengths)
     return read
 
 

@@ -163,7 +163,7 @@ class Survey:
             },
             cache=cache,
             working=_SLACK + graphs + max(passes, loading, moving),
-            draft=self.own.weights + self.own.row + self.own.of_token * context,
+            draft=self.own.weights + self.own.row + self.own.token * context,
             kept_substitutes=_kept_substitutes(self.skeleton, self.layers),
             parts={
                 name: tuple(

@@ -95,14 +95,14 @@ class CudaGraphs(Runtime):
         expected = run_watched(lambda: function(tensors))
         if isinstance(function, PassFunction) and runs_triton(device) and _is_joined(function):
             function = _fused(function, tensors, expected)
-        return _Graphs(function, len(example.slots.memory), self._recorder(device))
+        return _Graphs(function, len(example.slots.buffers), self._recorder(device))
 
     def repeated(self, function: Function, device: torch.device) -> Function:
         return _Graphs(function, 0, self._recorder(device), self._recorder(device).places)
 
     def chain(self, program: Function, first: PassTensors, draws: Draws | Races) -> Chain | None:
         # What steps copy from the host, and what they see of a cache for drafts, changes from step to step.
-        moves = first.slots.attended.places or any(on_host(each.device) for each in first.slots.memory)
+        moves = first.slots.attended.top is not None or any(on_host(each.device) for each in first.slots.buffers)
         if isinstance(draws, Draws) or moves:
             return None
         assert isinstance(program, _Graphs)

@@ -78,7 +78,8 @@ class PassTensors:
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
         source = () if self.source is None else self.source.flat()
-        return (self.tokens, *places, *entering, *source, *slots.attended.places, *slots.memory)
+        top = () if slots.attended.top is None else (slots.attended.top,)
+        return (self.tokens, *places, *entering, *source, *top, *slots.buffers)
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,10 @@ class PassFunction:
             masks, rest = rest[: self.kind.masked_source], rest[self.kind.masked_source :]
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
-        view, copied, top, copies = self.kind.path.view, None, None, 0
-        if view.bits is not None:
-            copied, *rest = rest
+        view, top = self.kind.path.view, None
         if view.top_keys is not None:
             top, *rest = rest
-        if copied is not None:
-            # Of each layer four, and two buffers.
-            copies = len(rest) * 4 // 6
-        attended = Seen(view, top, copied, tuple(rest[:copies]))
-        slots = Slots(slot_mapping, positions, visible, tuple(rest[copies:]), block, attended)
+        slots = Slots(slot_mapping, positions, visible, tuple(rest), block, Seen(view, top))
         return PassTensors(tokens, entering, slots, source)
 
 
@@ -212,7 +207,6 @@ class SlotCache(Cache):
         parts = [slots.buffers[number :: len(layer.names)] for number in range(len(layer.names))]
         self._layer, self._buffers = layer, tuple(zip(*parts, strict=True))
         self._padded = padded
-        self._attended = slots.attended
         self._written: dict[int, list[Tensor]] = {}
 
     def update(
@@ -223,7 +217,7 @@ class SlotCache(Cache):
         if on_host(buffers[0].device) and not on_host(key_states.device):
             self._written[layer_idx] = kept
         seen = [self._updated(buffer, states) for buffer, states in zip(buffers, kept, strict=True)]
-        return self._attended.keys_and_values(layer_idx, *self._layer.read(seen, key_states.dtype))
+        return self._layer.read(seen, key_states.dtype)
 
     @property
     def written(self) -> tuple[Tensor, ...]:

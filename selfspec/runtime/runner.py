@@ -177,7 +177,7 @@ class ModelRunner:
             self.cache.open(request.tree)
         if self.cache.cursors.tree is not None and not self.cache.cursors.tree.is_chain:
             self.adapter.check_trees(self.model)
-        with self.cache.reading(request.width, request.first, request.path.view), self._attending:
+        with self.cache.reading(request.width, request.first), self._attending:
             yield
 
     def _run_stock(self, request: PassRequest) -> PassResult:

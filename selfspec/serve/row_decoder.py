@@ -265,7 +265,7 @@ class RowDecoder:
         states = cache.state_bytes * (self._slack + 2)
         drafters = {each.drafter for each in self._drafting.values() if each.drafter is not None}
         own = sum((drafter.own_bytes(self._target.model) for drafter in drafters), OwnBytes())
-        return CacheSizes(slots // cache.cursors.capacity + own.of_token, states + own.row, self._slack)
+        return CacheSizes(slots // cache.cursors.capacity + own.token, states + own.row, self._slack)
 
     @property
     def _device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Drafts over less of the cache, copies in bits, a window, the top keys: what a step reads; the target reads all."""
+"""Drafts over less of the cache, a window or the top keys: what a step reads; the target reads all."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
 from selfspec.cache.view import CHUNK, EVERY, CacheView, TopSlots, Window
-from selfspec.decode.generation import Limits
 from selfspec.draft import (
-    CacheInBits,
     CacheWindow,
     Cascade,
     Drafter,
@@ -31,7 +29,6 @@ from selfspec.draft import (
 )
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
-from selfspec.errors import DraftConfigError
 from selfspec.model.registry import find_adapter
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -69,14 +66,14 @@ def one_layer() -> PreTrainedModel:
     return tiny.llama(num_hidden_layers=1, max_position_embeddings=1024).double()
 
 
-def test_a_step_sees_the_window_and_reads_the_copies() -> None:
-    draft = parse_draft("int8+window:512+kv4")
-    assert repr(draft) == repr(CacheInBits(CacheWindow(LowPrecision(8), 512, 4), 4))
-    assert isinstance(draft, CacheInBits)
-    assert draft.path(4).view == CacheView(window=Window(512, 4), bits=4)
+def test_a_step_sees_the_window() -> None:
+    draft = parse_draft("int8+window:512")
+    assert repr(draft) == repr(CacheWindow(LowPrecision(8), 512, 4))
+    assert isinstance(draft, CacheWindow)
+    assert draft.path(4).view == CacheView(window=Window(512, 4))
 
 
-@pytest.mark.parametrize("kind", [CacheInBits, CacheWindow, TopOfCache])
+@pytest.mark.parametrize("kind", [CacheWindow, TopOfCache])
 def test_an_exit_over_less_of_the_cache_leaves_nothing_to_resume(kind: Any) -> None:
     assert EarlyExit(2).path(4).resume_point is not None
     assert kind(EarlyExit(2)).path(4).resume_point is None
@@ -165,37 +162,6 @@ def test_greedy_text_over_the_top_is_stock_text(long_llama: PreTrainedModel, dra
         output = spec.generate(ids, max_new_tokens=EVERY + 10, **GREEDY)
         assert torch.equal(output.sequences, stock(long_llama, ids, EVERY + 10))
         assert output.stats.drafted > 0
-
-
-@pytest.mark.parametrize("runtime", [None, selfspec.runtime.Eager()], ids=["default", "eager"])
-def test_behind_prompts_of_one_token_nothing_is_copied_yet(runtime: selfspec.runtime.Runtime | None) -> None:
-    model = tiny.mistral(dtype=torch.float64)
-    for rows in (1, 2):
-        ids, found = tiny.prompt(1, rows).clamp(min=1), {}
-        for draft in ("int8", "int8+kv8"):
-            output = selfspec.wrap(model, draft, draft_length=3, runtime=runtime).generate(
-                ids, max_new_tokens=24, **GREEDY
-            )
-            assert torch.equal(output.sequences, stock(model, ids, 24))
-            found[draft] = output.stats.mean_accepted_length
-        assert found["int8+kv8"] > found["int8"] - 0.5
-
-
-@pytest.mark.parametrize("draft", ["int8+kv4", "int8+kv4+window:8", "lookup+int8+kv4"])
-def test_a_cache_in_8_bits_is_refused_before_any_pass(llama: PreTrainedModel, draft: str) -> None:
-    spec = selfspec.wrap(llama, draft)
-    spec.limits = Limits(1000, 1000, "int8")
-    with pytest.raises(DraftConfigError, match="cache='int8'"):
-        spec.generate(tiny.prompt(5), max_new_tokens=4, do_sample=False)
-
-
-def test_its_bytes_of_a_token_are_told(llama: PreTrainedModel) -> None:
-    config = llama.config
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    own = CacheInBits(LowPrecision(), 8).own_bytes(llama)
-    assert own.of_token == own.copies == numbers + 8 * numbers // config.head_dim
-    assert own.token == 0
-    assert CacheWindow(CacheInBits(LowPrecision(), 8), 8).own_bytes(llama) == own
 
 
 @torch.no_grad()

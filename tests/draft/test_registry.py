@@ -22,7 +22,6 @@ from helpers.shrunken import shrunken
 from selfspec.cache.view import CHUNK
 from selfspec.draft import (
     Budget,
-    CacheInBits,
     CacheWindow,
     Cascade,
     ChosenExit,
@@ -96,8 +95,8 @@ exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+
 skip:attn=3,5;mlp=4;layers=7,8,9 del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
 recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3
 experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
-experts:1+int8+kv4 int8+kv4 exit:4+kv8 lookup+int8+kv4 int8+window:512+kv4 int8+window:512 exit:4+window:64
-lookup+int8+window:128 int8+top:512 exit:4+top:256 lookup+int8+top:128 int8+kv4+top:512 none
+experts:1+int8+window:512 int8+window:512 exit:4+window:64 lookup+int8+window:128
+int8+top:512 exit:4+top:256 lookup+int8+top:128 none
 """
 
 
@@ -144,7 +143,7 @@ def test_the_docs_list_what_is_declared() -> None:
     assert "\n".join(["|---|---|---|", *rows, ""]) in (ROOT / "docs/api/drafts.md").read_text()
     listed = (ROOT / "docs/drafts.md").read_text()
     unlisted = {each.name for each in declarations() if f"`{each.name}" not in listed}
-    assert unlisted == {"vocab", "window", "top", "kv4", "kv8"}
+    assert unlisted == {"vocab", "window", "top"}
 
 
 def test_classes_are_named_by_their_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +225,6 @@ NAMES = {
     "experts:0": "at least 1",
     "experts:-1": "write experts:N",
     "experts:x": "write experts:N",
-    **dict.fromkeys(("kv4", "int8+kv4:2", "lookup+kv4"), r"draft\+kv4, such as int8\+kv4"),
     **dict.fromkeys(("top:512", "int8+top", "int8+top:", "int8+top:-1", "lookup+top:512"), r"such as int8\+top:512"),
     **dict.fromkeys(("window:512", "int8+window", "int8+window:", "int8+window:-1"), r"such as int8\+window:512"),
     **dict.fromkeys(("lookup+window:9", "int8+window:٣", f"int8+window:{10**23}"), r"such as int8\+window:512"),
@@ -289,8 +287,8 @@ def _of_skips() -> list[Refused]:
 
 def _values() -> list[Refused]:
     exits: Any = EarlyExit
-    of: Any = {kind.__name__: kind for kind in (CacheInBits, CacheWindow, TopOfCache, ReducedVocabulary, FewerExperts)}
-    bits, window, top, _, experts = of.values()
+    of: Any = {kind.__name__: kind for kind in (CacheWindow, TopOfCache, ReducedVocabulary, FewerExperts)}
+    window, top, _, experts = of.values()
     found: list[Refused] = _of_skips()
     found += [(lambda x=x: exits(x).path(4), r"must be an integer.*EarlyExit\(layer=4\)") for x in (True, 2.0)]
     found += [
@@ -303,9 +301,6 @@ def _values() -> list[Refused]:
     found += [(lambda k=k, x=x: k(*x), "two or more different drafters") for k in (Cascade,) for x in joined]
     return [
         *found,
-        *((lambda x=x: bits(INT8, x), "copied in 8 or 4 bits") for x in (2, True)),
-        (lambda: bits(bits(INT8)).path(4), "write \\+kv4 or \\+kv8 once"),
-        (lambda: bits(window(bits(INT8), 8)).path(4), "write \\+kv4 or \\+kv8 once"),
         *((lambda x=x: window(INT8, x), "recent is an integer from 1") for x in (0, True, 10**23)),
         (lambda: window(INT8, 8, -1), "sinks is an integer from 0"),
         *((lambda x=x: top(INT8, x), f"at least {KEYS} keys") for x in (KEYS - 1, True)),
@@ -353,7 +348,7 @@ def test_models(build: Callable[[], PreTrainedModel], draft: Any, words: str) ->
         selfspec.wrap(build(), draft)
 
 
-@pytest.mark.parametrize("kind", [CacheInBits, CacheWindow, TopOfCache])
+@pytest.mark.parametrize("kind", [CacheWindow, TopOfCache])
 def test_models_that_make_their_masks_themselves(llama: PreTrainedModel, kind: Any) -> None:
     adapter = replace(find_adapter(llama), ragged="padding")
     with pytest.raises(DraftConfigError, match="draft with int8 alone"):

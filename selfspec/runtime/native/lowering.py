@@ -67,22 +67,11 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Holds keys or values of committed tokens in fewer bits: the arguments of `selfspec.cache.view.through_copy`."""
-
-    levels: Place
-    factors: Place
-    lengths: Place
-    bits: int
-
-
-@dataclass(frozen=True)
 class Value:
     """Holds a tensor of the graph."""
 
     storage: Storage
     layout: Tensor  # its sizes, strides, offset and dtype, on the meta device. A program keeps tensors in float32
-    copy: Copy | None = None  # of keys or values, seen in place of the first slots; None: they are seen exactly
 
     @property
     def place(self) -> Place:
@@ -150,7 +139,6 @@ class _Lowering:
             torch.ops.selfspec.rows_packed.default: self._rows_of_packed,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
-            torch.ops.selfspec.through_copy.default: self._through_copy,
             noting.rms_norm: self._rms_norm,
             noting.rotate: self._rotate,
             noting.gated: self._gated,
@@ -220,8 +208,6 @@ class _Lowering:
             self._masks[node] = self._masks[node.args[0]]
             return None
         value = self._value(node.args[0])
-        if value.copy is not None:
-            raise RecordingError("programs attend to copies as they are")
         try:
             return Value(value.storage, node.target(value.layout, *node.args[1:], **node.kwargs))
         except RuntimeError:
@@ -451,11 +437,6 @@ class _Lowering:
         words: list[Word] = [NUMBERS[buffer.layout.dtype], *states.layout.shape, self._uniform, buffer.place]
         return self._emit(Kind.WRITE, [*words, states.place, *states.layout.stride()], buffer)
 
-    def _through_copy(self, node: Any) -> Value:
-        exact, levels, factors, lengths, bits = node.args
-        value, of_levels, of_factors, of_lengths = map(self._value, (exact, levels, factors, lengths))
-        return Value(value.storage, value.layout, Copy(of_levels.place, of_factors.place, of_lengths.place, bits))
-
     def _attend(self, node: Any) -> Value:
         query, key, value, mask, scale, cap = node.args
         if key in self._source:
@@ -470,7 +451,7 @@ class _Lowering:
             raise RecordingError("programs take no window that ends within a tree")
         recent, sinks = (0, 0) if sight.window is None else (sight.window.recent, sight.window.sinks)
         how = [False, self._uniform, self._tree, sight.sliding or 0, recent, sinks, sight.top, float(scale), float(cap)]
-        return self._attended(queries, keys, values, how, [*_copied(keys.copy, values.copy), NOWHERE])
+        return self._attended(queries, keys, values, how, NOWHERE)
 
     def _attend_to_source(self, node: Any) -> Value:
         query, key, value, mask, scale, cap = node.args
@@ -479,14 +460,14 @@ class _Lowering:
         seen = NOWHERE if mask is None else self._source[mask].place
         how = [True, *[0] * 6, float(scale), float(cap)]
         queries, keys, values = self._rows(self._value(query)), self._source[key], self._source[value]
-        return self._attended(queries, keys, values, how, [*_copied(None, None), seen])
+        return self._attended(queries, keys, values, how, seen)
 
-    def _attended(self, queries: Value, keys: Value, values: Value, how: Sequence[Word], last: Sequence[Word]) -> Value:
+    def _attended(self, queries: Value, keys: Value, values: Value, how: Sequence[Word], seen: Place) -> Value:
         batch, heads, tokens, size = queries.layout.shape
         shared, size_of_values = keys.layout.shape[1], values.layout.shape[-1]
         result = self._new([batch, tokens, heads, size_of_values])
         words: list[Word] = [NUMBERS[keys.layout.dtype], batch, heads, shared, tokens, size, size_of_values, *how]
-        words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place, *last]
+        words += [queries.place, *queries.layout.stride()[:3], keys.place, values.place, result.place, seen]
         return self._emit(Kind.ATTEND, words, result)
 
     def _chosen_rows(self, node: Any) -> Value:
@@ -524,10 +505,3 @@ class _Lowering:
 
 # Indices among the words of a product, of which a place is one.
 _BIAS, _RESIDUAL = (7 + PARTS + HELD.index(name) for name in ("bias", "residual"))
-
-
-def _copied(keys: Copy | None, values: Copy | None) -> list[Word]:
-    """Return the words of the copies that an attention reads."""
-    if keys is None or values is None:
-        return [0, *[NOWHERE] * 5]
-    return [keys.bits, keys.lengths, keys.levels, keys.factors, values.levels, values.factors]
