@@ -4,7 +4,6 @@ from selfspec.draft.cascade import Cascade
 from selfspec.draft.draft import Budget, Draft, Resume, RowVerdict, Verdict
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
 from selfspec.draft.early_exit import EarlyExit, ExitHead
-from selfspec.draft.exit_choice import ChosenExit
 from selfspec.draft.heads.dflash import DFlash
 from selfspec.draft.heads.eagle import Eagle, ParallelEagle
 from selfspec.draft.heads.hydra import Hydra
@@ -26,7 +25,6 @@ __all__ = [
     "Budget",
     "CacheWindow",
     "Cascade",
-    "ChosenExit",
     "DFlash",
     "Draft",
     "Drafter",

@@ -27,7 +27,6 @@ class PassRequest:
     taps: tuple[Point, ...] = ()  # points on the path whose states are kept
     tree: Tree | None = None  # the nodes of the block, which is opened for them; None: it is open
     behind: Behind | None = None  # nodes behind those of `tree` that are read, too; None: no such nodes
-    exits: tuple[int, ...] = ()  # exits whose logits come in further rows; then the stock modules run
     headless: bool = False  # True if it leaves keys, values and states, and no logits
 
     @property
@@ -77,11 +76,11 @@ class PassResult:
         states = () if self.states is None else (self.states.hidden, *self.states.attention.values())
         return (*logits, *states, *self.features.values())
 
-    def first(self, width: int, rows: int | None = None) -> PassResult:
-        """Return the result of the first `width` tokens of the first `rows` rows; None: of all rows."""
-        logits = self.logits if self.logits is NO_LOGITS else self.logits[:rows, :width]
+    def first(self, width: int) -> PassResult:
+        """Return the result of the first `width` tokens of each row."""
+        logits = self.logits if self.logits is NO_LOGITS else self.logits[:, :width]
         states = None if self.states is None else self.states.first(width)
-        features = {point: each[..., :rows, :width, :] for point, each in self.features.items()}
+        features = {point: each[..., :width, :] for point, each in self.features.items()}
         return PassResult(logits, states, features, written=self.written)
 
 

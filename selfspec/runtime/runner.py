@@ -122,7 +122,7 @@ class ModelRunner:
         Both are `[batch, tokens, vocab]`; the exit's are -inf at tokens that cannot be drafted. `exit_layer` is the
         first layer that the exit leaves out, at least 1; `head` None: the model's own norm and head.
         """
-        view = compared_view(self._viewed, self.adapter, [exit_layer], head)
+        view = compared_view(self._viewed, self.adapter, exit_layer, head)
         kept = self._kept(min(most, tokens.shape[1]))
         with self._attending:
             target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
@@ -182,18 +182,10 @@ class ModelRunner:
 
     def _run_stock(self, request: PassRequest) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
-        if request.exits:
-            return self._run_compared(request)
         inputs, base = self._inputs(request.tokens, request.first, request.path.view), self._base_of(request)
         if base is None and request.headless:
             inputs |= self._kept(1)
         return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
-
-    def _run_compared(self, request: PassRequest) -> PassResult:
-        view = compared_view(self._view(Runs(request.path)).module, self.adapter, request.exits)
-        tap = FeatureTap(view, self.adapter, self._base, request.taps)
-        logits = tap.module(**self._called_with(tap.module, request.tokens)).logits
-        return PassResult(logits, None, tap.take())
 
     def _base_of(self, request: PassRequest) -> str | None:
         """Return the attribute of the model that runs alone for a pass; None: the whole model runs."""
@@ -274,7 +266,7 @@ class RecordedRunner(ModelRunner):
         width = request.width
         if not request.tokens.is_contiguous():
             request = replace(request, tokens=request.tokens.contiguous())
-        tensors = PassTensors.of(request, self.cache) if not request.exits else None
+        tensors = PassTensors.of(request, self.cache)
         if tensors is None or is_watched(request.tokens.device) or self._streams(request):
             return self._run_stock(request)
         kind = self._kind(request, tensors)

@@ -62,7 +62,7 @@ COMMANDS = {
         "--draft exit:99": "choose 1..11",
         "--draft recycle+": "nothing comes before or behind a +",
         "--draft lookup+lookup": "name each draft once; got lookup and lookup",
-        "--draft del:2-4+int8": "here several do: del:2-4 and int8",
+        "--draft exit:2+int8": "here several do: exit:2 and int8",
         "--draft int8+window:0": "e.g. int8+window:512",
         "--draft experts:1": "take another draft",
         "--draft mtp": "no module for multi-token prediction",

@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], PreTrainedModel], str]] = {
 }
 DRAFTS = (
     None, "exit:2", "skip:layers=1", "int8", "int4", "lookup", "suffix", "recycle",
-    "lookup+int8", "del:1-3",
+    "lookup+int8",
 )  # fmt: skip
 
 

@@ -24,7 +24,6 @@ from selfspec.draft import (
     Budget,
     CacheWindow,
     Cascade,
-    ChosenExit,
     Draft,
     EarlyExit,
     FewerExperts,
@@ -92,7 +91,7 @@ def test_a_name_that_no_entry_point_makes_known_is_none() -> None:
 
 WRITTEN = """
 exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+skip:attn=3,5;mlp=4
-skip:attn=3,5;mlp=4;layers=7,8,9 del:1-3 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
+skip:attn=3,5;mlp=4;layers=7,8,9 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
 recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3
 experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
 experts:1+int8+window:512 int8+window:512 exit:4+window:64 lookup+int8+window:128
@@ -109,7 +108,6 @@ def test_what_names_mean() -> None:
     assert parse_draft("lookup + int8") == Cascade(PromptLookup(), LowPrecision(8))
     assert parse_draft("int8+exit:3") == LowPrecision(8, fewer=EarlyExit(3))
     assert parse_draft("recycle") == Recycling()
-    assert parse_draft("del:1-3") == ChosenExit(1, 3)
     assert parse_draft("skip:layers=2-4") == selfspec.drafts.LayerSkip(layers=[2, 3, 4])
     assert parse_draft("suffix+recycle+exit:4") == Cascade(Suffixes(), Recycling(), EarlyExit(4))
     assert Cascade(PromptLookup(), Cascade(Recycling(), EarlyExit(2))) == parse_draft("lookup+recycle+exit:2")
@@ -295,8 +293,6 @@ def _values() -> list[Refused]:
         (lambda x=x: exits(x).path(4), rf"exit layer {x} .*4 layers, choose 1\.\.3") for x in (0, 4, 5, 100, -1, -4)
     ]
     found += [(lambda: exits(1).path(1), "too few")]
-    ranges: tuple[Any, ...] = ((2, 2), (3, 1), (True, 3), (1, "3"))
-    found += [(lambda x=x: ChosenExit(*x), "the earlier one first") for x in ranges]
     joined: tuple[Any, ...] = ((), (EarlyExit(1),), (EarlyExit(1), "lookup"), (EarlyExit,))
     found += [(lambda k=k, x=x: k(*x), "two or more different drafters") for k in (Cascade,) for x in joined]
     return [
@@ -332,7 +328,6 @@ def _hooked() -> PreTrainedModel:
 MODELS: list[tuple[Callable[[], PreTrainedModel], Any, str]] = [
     (tiny.llama, EarlyExit(9), "out of range"),
     (tiny.llama, Cascade(PromptLookup(), EarlyExit(9)), "out of range"),
-    (tiny.llama, "del:1-4", "exit layer 4 is out of range"),
     (tiny.llama, "experts:1", "has no routed experts"),
     (lambda: shrunken("mixtral"), "experts:2", "sends each token to 2 experts"),
     (tiny.llama, ReducedVocabulary(EarlyExit(1), (3, 50)), "token 50"),

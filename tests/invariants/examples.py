@@ -119,7 +119,7 @@ def _queries(model: PreTrainedModel, folder: Path) -> str:
 _LOW: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
 _NAMES = (
     "exit:1", "exit:2", "skip:attn=1", "skip:mlp=0,2", "skip:layers=1", "int8", "int8+exit:2", "int4",
-    "int4+skip:attn=1", "del:1-2", "recycle", "suffix",
+    "int4+skip:attn=1", "recycle", "suffix",
     "suffix+recycle+exit:2",
     "int4+window:4", "exit:1+window:4",
 )  # fmt: skip

@@ -360,7 +360,7 @@ WRAPS: dict[str, Callable[[PreTrainedModel], None]] = {
 }
 
 
-@pytest.mark.parametrize("draft", [None, "exit:2", "skip:attn=1", "int8", "int4+exit:2", "lookup", "del:1-3"])
+@pytest.mark.parametrize("draft", [None, "exit:2", "skip:attn=1", "int8", "int4+exit:2", "lookup"])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_wrapped_embeddings_and_heads_decode_as_ever(wrap: str, draft: str | None) -> None:
     model = tiny.llama()

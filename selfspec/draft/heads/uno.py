@@ -169,10 +169,10 @@ class MaskRows(Behind):
         return self.block
 
     def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
-        rows, width = request.tokens.shape
+        width = request.width
         path = replace(request.path, lora=LoraRows(self.lora, width))
         result = run(replace(request, path=path, tokens=torch.cat([request.tokens, self.tokens], 1)))
-        return replace(result.first(width, rows), behind=result.logits[:, width:])
+        return replace(result.first(width), behind=result.logits[:, width:])
 
 
 class UnoProposer(KeepingProposer):
