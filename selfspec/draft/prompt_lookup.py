@@ -96,7 +96,7 @@ NONE = -1
 """Separator between two texts, which matches no token."""
 
 MOST_PLACES = 64
-"""The most places of one match length: the latest of a text, or evenly spread ones of a corpus."""
+"""The most places of one match length: the latest of a text."""
 
 
 def places_in(tokens: Tokens, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:

@@ -2,93 +2,65 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, drafter
-from selfspec.draft.prompt_lookup import MOST_PLACES, NONE, TextProposer, Tokens, places_in
+from selfspec.draft.prompt_lookup import NONE, TextProposer, Tokens, places_in
 from selfspec.draft.row_trees import Offer, TokenPath, Trust, likeliest_path, merged
 from selfspec.draft.rows_view import RowsView, chains, guesses, last_known, lengths_of, remembered
 from selfspec.errors import DraftConfigError
-from selfspec.files.json_text import DescribedTensors
-from selfspec.model.identity import Vocabulary
 from selfspec.runtime.request import PassResult
 
 # Matches that are enough to count. With fewer of one length, shorter matches count too, each with a lower weight.
 _ENOUGH, _SHORTER = 8, 0.3
-# Matches at least this long have the same trust.
-_LONG_MATCH = 12
+# Matches at least this long have the same trust, and the longest that is looked for.
+_LONG_MATCH, _LONGEST = 12, 16
 
 
-@drafter("suffix", argument="[:FILE]", help="what followed in earlier texts, and in a corpus by `selfspec index`")
+@drafter("suffix", help="what followed in the text and in earlier ones of the wrapper")
 @dataclass(frozen=True)
 class Suffixes(Drafter):
-    """Drafts from suffixes of earlier text, as in REST (He et al., 2023) and SuffixDecoding (Oliaro et al., 2024).
+    """Drafts from suffixes of earlier text, as in SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975).
 
-    Continuations of the longest matches in the text, earlier texts of the wrapper and a corpus form one tree, weighted
-    by their counts (arXiv 2311.08252, 2411.04975). Nothing is drawn, so q is one-hot. Under greedy decoding and
+    Continuations of the longest matches in the text and in earlier texts of the wrapper form one tree, weighted by
+    their counts. Nothing is drawn, so q is one-hot. Under greedy decoding and
     `coupled`, earlier texts (prompts included) change speed alone; with other sampling, a seed repeats its tokens only
     with a new wrapper. Where rows are apart (see `FixedLength`), a row has a chain, and copies nothing from texts that
     end during the call.
 
     Attributes:
-        corpus: a file of `selfspec index`; None: no corpus.
         most_bytes: size of earlier texts, at most 64 MiB, which each round reads; the oldest make room. 0: none.
 
     Raises:
-        DraftConfigError: `most_bytes` is out of range, or the corpus cannot be used.
+        DraftConfigError: `most_bytes` is out of range.
     """
 
     branches = True
-    corpus: str | None = None
     most_bytes: int = 1 << 20
-    _opened: CorpusFile | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         if type(self.most_bytes) is not int or not 0 <= self.most_bytes <= 1 << 26:
             raise DraftConfigError(f"most_bytes must be an integer from 0 to {1 << 26}, got {shown(self.most_bytes)}")
-        if self.corpus is not None:
-            object.__setattr__(self, "_opened", CorpusFile(self.corpus))
-
-    def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
-        super().check_model(model, adapter)
-        if self._opened is not None and not self._opened.about.vocabulary.is_same(Vocabulary.of(model)):
-            raise DraftConfigError(
-                f"{self.corpus} holds token ids of another tokenizer than the model's; {_REWRITE} MODEL with this model"
-            )
 
     def begin(self, rows: RowsView) -> SuffixProposer:
-        memory = remembered(rows, self, partial(TextMemory, self.most_bytes))
-        return SuffixProposer(rows, memory, None if self._opened is None else self._opened.corpus)
-
-    @property
-    def spelling(self) -> str | None:
-        has_file = self.corpus is not None and self == Suffixes(self.corpus)
-        return f"suffix:{self.corpus}" if has_file else super().spelling
+        return SuffixProposer(rows, remembered(rows, self, partial(TextMemory, self.most_bytes)))
 
 
 class SuffixProposer(TextProposer):
-    """Counts continuations in each row's text, in earlier texts of the wrapper, and in the corpus if there is one."""
+    """Counts continuations in each row's text and in earlier texts of the wrapper."""
 
-    def __init__(self, rows: RowsView, memory: TextMemory, corpus: SortedCorpus | None) -> None:
+    def __init__(self, rows: RowsView, memory: TextMemory) -> None:
         super().__init__(map(rows.source, range(rows.size)))
         self._rows_apart = rows.rows_apart
-        self._memory, self._corpus, self._at_first = memory, corpus, memory.tokens
+        self._memory, self._at_first = memory, memory.tokens
         self._trust: defaultdict[int, Trust] = defaultdict(Trust)
         # The last draft, taken or not, and the offers behind it, by running row.
         self._proposed: Draft | None = None
@@ -149,12 +121,10 @@ class SuffixProposer(TextProposer):
 
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
         own, earlier = self.text_of(rows, row), self._at_first if self._rows_apart else self._memory.tokens
-        context: list[int] = own[-LONGEST:].tolist()
+        context: list[int] = own[-_LONGEST:].tolist()
         # A loop that reaches the end of the text continues with its beginning.
-        found = [_Found(own, places_in(own, context, LONGEST), goes_round=True)]
-        found.append(_Found(earlier, places_in(earlier, context, LONGEST)))
-        if self._corpus is not None:
-            found.append(_Found(self._corpus.tokens, self._corpus.places(context, LONGEST)))
+        found = [_Found(own, places_in(own, context, _LONGEST), goes_round=True)]
+        found.append(_Found(earlier, places_in(earlier, context, _LONGEST)))
         longest = max(len(each.places) for each in found)
         shares = counted(_weighted(found, longest, depth))
         return Offer(min(longest, _LONG_MATCH), shares)
@@ -226,64 +196,3 @@ class TextMemory(DraftMemory):
         # Adding makes a new array, so that the old one stays as it is.
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
         self.tokens = kept[max(len(kept) - self._most, 0) :]
-
-
-ABOUT = "corpus"
-"""Key of the description in a file."""
-_REWRITE = "write it again: selfspec index"
-LONGEST = 16
-"""Tokens of a context that places are sorted by."""
-
-
-@dataclass(frozen=True)
-class AboutCorpus:
-    """Describes a corpus: the tokens that its ids are of."""
-
-    format: Literal[2]
-    vocabulary: Vocabulary
-
-
-class CorpusFile(DescribedTensors[AboutCorpus]):
-    """Maps a corpus of `selfspec index` into memory, to be read in parts; raises DraftConfigError for a bad file."""
-
-    def __init__(self, file: str | Path) -> None:
-        super().__init__(file, "a corpus", ABOUT, AboutCorpus, _REWRITE)
-        self.check_names(("tokens", "ends"))
-        tokens, ends = self.read("tokens"), self.read("ends")
-        within = _is_within(tokens, NONE) and _is_within(ends, 1, len(tokens))
-        if not within or len(ends) != len(tokens):
-            raise DraftConfigError(f"{file} holds no corpus of token ids and their order; {_REWRITE}")
-        self.corpus = SortedCorpus(tokens.numpy(), ends.numpy())
-
-
-def _is_within(numbers: Tensor, least: int, most: int | None = None) -> bool:
-    if numbers.dtype != torch.int32 or numbers.ndim != 1 or not len(numbers):
-        return False
-    smallest, largest = numbers.aminmax()
-    return least <= int(smallest) and (most is None or int(largest) <= most)
-
-
-class SortedCorpus:
-    """Holds texts with `NONE` between them, and their places sorted by the tokens before each, the nearest first."""
-
-    def __init__(self, tokens: Tokens, ends: Tokens) -> None:
-        self.tokens = tokens
-        self._ends = ends
-
-    def places(self, context: Sequence[int], longest: int) -> list[NDArray[np.int64]]:
-        """Find a context as `places_in` does; of many places, return evenly spread ones."""
-        found: list[NDArray[np.int64]] = []
-        low, high = 0, len(self._ends)
-        for length, token in enumerate(reversed(context[-longest:]), 1):
-
-            def before(place: int, back: int = length) -> int:
-                start = int(self._ends[place]) - back
-                return int(self.tokens[start]) if start >= 0 else NONE
-
-            within = range(low, high)
-            low, high = (low + cut(within, token, key=before) for cut in (bisect_left, bisect_right))
-            if low >= high:
-                break
-            chosen = np.linspace(low, high - 1, min(high - low, MOST_PLACES)).astype(np.int64)
-            found.append(self._ends[chosen].astype(np.int64))
-        return found

@@ -1,41 +1,17 @@
-"""Bind files of drafts to a model: to weights by a fingerprint, and to ids by the tokens that they stand for."""
+"""Bind files of drafts to a model: to its weights, by a fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
-from selfspec.model.checkpoint import load_tokenizer
+from selfspec.errors import SelfSpecError, UnsupportedModelError
 from selfspec.model.tensor_parallel import whole
 from selfspec.model.view import is_streamed
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Binds a file of ids to a model by the size of its head and a digest of its tokens, empty without a tokenizer."""
-
-    size: int
-    digest: str
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Vocabulary:
-        """Return the vocabulary of a model."""
-        tokens = sorted(tokens_by_id(model).items())
-        return cls(
-            vocabulary_size(model),
-            hashlib.sha256(repr(tokens).encode()).hexdigest() if tokens else "",
-        )
-
-    def is_same(self, other: Vocabulary) -> bool:
-        """Return whether ids are the same tokens: by digest if both have one (sizes may be padded), else by size."""
-        return self.digest == other.digest if self.digest and other.digest else self.size == other.size
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -59,17 +35,6 @@ def weight_of(module: nn.Module) -> Tensor:
             "wrap the model before that module is put into it"
         )
     return max(weights, key=Tensor.numel)
-
-
-def tokens_by_id(model: PreTrainedModel) -> dict[int, str]:
-    """Return the tokens by id if the model was loaded from a folder with a tokenizer; else none."""
-    folder = model.name_or_path
-    if not folder or not Path(folder).is_dir():
-        return {}
-    try:
-        return {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
-    except CheckpointError:
-        return {}
 
 
 # Values that are summed up at once: few enough to stay in a processor's cache.

@@ -46,8 +46,6 @@ COMMANDS = {
         "verify {stories} --prompt-file {tmp}/binary": "is not UTF-8 text",
         "quantize {stories} --bits 4 --group-size 48 --to {tmp}/new": "group_size",
         "quantize {stories} --texts 3 --to {tmp}/new": "serve 4 bits",
-        "index {stories} --text {tmp}/none --to {tmp}/new": "cannot be read",
-        "index {stories} --text {tmp}/blank.txt --to {tmp}/new": "holds no text",
         "ablate": "there is nothing to study",
         "ablate {tmp}/no.toml": "no.toml cannot be read",
         "ablate --draft exits": "names no models",
@@ -72,7 +70,6 @@ COMMANDS = {
         "--draft skip-file:no.json": "no.json",
         "--draft auto:no.json": "selfspec calibrate",
         "--draft head:nowhere": "exit_head.safetensors",
-        "--draft suffix:nowhere": "cannot be read as a corpus",
         "--draft int4:no.safetensors": "no.safetensors",
         "--nodes 8": "--nodes has no effect",
         "--draft exit:4 --nodes 0": "--nodes",
@@ -226,7 +223,6 @@ FOLDERS = [
 ]
 FILES = [
     *("train vocabulary {model} --text {text} --size 8", "calibrate {model}", "search {model}", "quantize {model}"),
-    "index {model} --text {text}",
 ]
 
 

@@ -114,7 +114,6 @@ MAKERS = [
     ("quantize {padded} --bits 8", "{padded} int8:{to}", "--draft int8:{to}"),
     # It proves itself on random tokens, of which none pads.
     ("export {padded} --draft exit:3", "{padded} assistant:{to}", "{to}: exit:3, 3 layers|assistant_model"),
-    ("index {padded} --text {place}/texts.jsonl", "{padded} suffix:{to}", "--draft suffix:{to}"),
     ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),
     (
         f"train head {{padded}} --depth 2 --text {{text}} {TRAINING}",

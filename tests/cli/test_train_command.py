@@ -55,15 +55,6 @@ def test_json_of_weights_in_fewer_bits(said: Said, folder: str, tmp_path: Path) 
     assert found == {"schema_version": 1, "file": str(file), "bytes": file.stat().st_size, "bits": 8, "format": "int8"}
 
 
-def test_json_counts_the_tokens_of_all_texts(invoke: Invoke, folder: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    words = ("index", folder, "--to", str(tmp_path / "corpus"), "--output", "json", "--text", str(tmp_path / "a.txt"))
-    once = json.loads(invoke(*words).stdout)
-    twice = json.loads(invoke(*words, "--text", str(tmp_path / "a.txt")).stdout)
-    assert twice["tokens"] == 2 * once["tokens"] > 0
-    assert once["bytes"] == (tmp_path / "corpus").stat().st_size - (twice["bytes"] - once["bytes"])
-
-
 def test_an_exported_checkpoint_is_not_written_over(invoke: Invoke, folder: str, tmp_path: Path) -> None:
     to = tmp_path / "draft"
     assert invoke("export", folder, "--draft", "exit:2", "--to", str(to)).status == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.drafting import GREEDY, Remembering, stock
-from helpers.joints import small
 from helpers.reference import Calls
-from helpers.saved_folders import Change, rewrite
 from selfspec.cache.tree import Tree
 from selfspec.control import Control, Controller
 from selfspec.control.costs import CostsByRows
@@ -35,10 +32,7 @@ from selfspec.draft.prompt_lookup import (
     places_in,
 )
 from selfspec.draft.recycling import CandidateTable, RecyclingMemory, contexts_of
-from selfspec.draft.registry import draft_name, parse_draft
-from selfspec.draft.suffixes import CorpusFile, SortedCorpus, TextMemory
-from selfspec.model.identity import Vocabulary
-from selfspec.tools.index import sorted_ends, write_corpus
+from selfspec.draft.suffixes import TextMemory
 
 LOOPING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
 
@@ -157,23 +151,10 @@ def test_places_are_found_by_the_definition(tokens: list[int], context: list[int
     assert [each.tolist() for each in found] == _places(tokens, context, longest)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4), st.lists(st.integers(0, 2), min_size=1)
-)
-def test_a_sorted_corpus_finds_what_reading_through_it_does(texts: list[list[int]], context: list[int]) -> None:
-    text = [token for each in texts for token in (*each, NONE)]
-    tokens = np.array(text, dtype=np.int32)
-    found = SortedCorpus(tokens, sorted_ends(tokens, 8)).places(context, 8)
-    assert [sorted(each.tolist()) for each in found] == _places(text, context, 8)
-
-
 def test_of_many_places_some_are_kept() -> None:
     tokens = np.array([1, 2] * 500 + [NONE], dtype=np.int32)
     (latest, _) = places_in(tokens, [1, 2], 2)
     assert latest.tolist() == list(range(1000 - 2 * MOST_PLACES + 2, 1001, 2))
-    spread = SortedCorpus(tokens, sorted_ends(tokens, 16)).places([2], 1)[0]
-    assert len(spread) == MOST_PLACES
 
 
 def test_a_memory_drops_the_oldest_and_matches_across_no_end_of_a_text() -> None:
@@ -232,20 +213,11 @@ def test_what_followed_a_match_goes_round_at_the_end_of_the_text(
     assert following(tokens, match, 8) == followed
 
 
-@pytest.fixture
-def corpus(llama: PreTrainedModel, tmp_path: Path) -> str:
-    """Texts that go on in two ways after 5 6, one of them three times as often."""
-    file = tmp_path / "corpus.safetensors"
-    texts = [[9, 5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9], [3, 5, 6, 7, 8], [5, 6, 11, 12]]
-    assert write_corpus(file, texts, Vocabulary.of(llama)) == 21
-    return str(file)
-
-
-def test_several_continuations_of_a_corpus_are_drafted_the_more_frequent_first(
-    llama: PreTrainedModel, corpus: str
-) -> None:
-    spec = selfspec.wrap(llama, Suffixes(corpus), draft_length=selfspec.FixedLength(2, nodes=5))
-    first = next(spec.stream(torch.tensor([[1, 5, 6]]), max_new_tokens=8, **GREEDY))
+def test_several_continuations_are_drafted_the_more_frequent_first(llama: PreTrainedModel) -> None:
+    spec = selfspec.wrap(llama, "suffix", draft_length=selfspec.FixedLength(2, nodes=5))
+    # After 5 6 come two things, one of them three times as often.
+    text = [9, 5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9, 3, 5, 6, 7, 8, 5, 6, 11, 12, 1, 5, 6]
+    first = next(spec.stream(torch.tensor([text]), max_new_tokens=8, **GREEDY))
     draft = list(first.rows[0].draft)
     assert {7, 8, 11} <= set(draft)
     assert draft.index(7) < draft.index(11)
@@ -271,45 +243,6 @@ def test_kept_texts_take_no_more_than_their_bytes(llama: PreTrainedModel) -> Non
     (memory,) = spec._memories.values()
     assert isinstance(memory, TextMemory)
     assert 100 < memory.tokens.nbytes <= 120
-
-
-def test_names(corpus: str) -> None:
-    for name in (f"suffix:{corpus}", f"suffix:{corpus}+recycle+int8"):
-        assert draft_name(parse_draft(name)) == name
-    assert parse_draft(f"suffix:{corpus}") == Suffixes(corpus)
-
-
-def test_a_corpus_of_another_tokenizer_is_refused_before_any_pass(corpus: str) -> None:
-    with pytest.raises(selfspec.errors.DraftConfigError, match="another tokenizer"):
-        selfspec.wrap(small(), f"suffix:{corpus}")
-    assert not Vocabulary(9, "a").is_same(Vocabulary(9, "b"))
-    assert Vocabulary(9, "a").is_same(Vocabulary(32, "a"))
-    assert not Vocabulary(9, "").is_same(Vocabulary(32, "a"))
-
-
-def test_files_that_hold_no_corpus_are_refused(corpus: str, tmp_path: Path, llama: PreTrainedModel) -> None:
-    content = Path(corpus).read_bytes()
-    broken = tmp_path / "broken"
-    for damaged in (content[:40], content[:-8], b"", b"\0" * 64):
-        broken.write_bytes(damaged)
-        with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be read as a corpus"):
-            Suffixes(str(broken))
-    with pytest.raises(selfspec.errors.DraftConfigError, match="cannot be read"):
-        Suffixes(str(tmp_path / "missing"))
-    changes: list[Change] = [
-        lambda tensors, _: tensors["ends"].__setitem__(3, 99),
-        lambda tensors, _: tensors["ends"].__setitem__(3, 0),
-        lambda tensors, _: tensors["tokens"].__setitem__(3, -2),
-        lambda tensors, _: tensors.update(ends=tensors["ends"][:-1].clone()),
-        lambda tensors, _: tensors.update(tokens=torch.cat([tensors["tokens"], tensors["tokens"]])),
-    ]
-    for change in changes:
-        broken.write_bytes(content)
-        rewrite(broken, change)
-        with pytest.raises(selfspec.errors.DraftConfigError, match="holds no corpus"):
-            CorpusFile(broken)
-    with pytest.raises(selfspec.errors.DraftConfigError, match="needs texts with tokens"):
-        write_corpus(tmp_path / "none", [[], []], Vocabulary.of(llama))
 
 
 def test_what_was_seen_once_is_drafted_at_once_by_this_wrapper_alone(llama: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
@@ -31,11 +31,9 @@ from selfspec.draft import (
     Suffixes,
 )
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
-from selfspec.model.identity import Vocabulary
 from selfspec.serve.engine import Engine
 from selfspec.serve.row_request import OccurrencePenalty, RowRequest
 from selfspec.serve.served import prompt_logprobs
-from selfspec.tools.index import write_corpus
 
 SMALL = 24
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -81,23 +79,14 @@ def test_what_was_learnt_of_others_is_dropped_with_a_word(draft: str, tokens: in
     check(spec, 1)
 
 
-def corpus(model: PreTrainedModel, folder: Path) -> Suffixes:
-    write_corpus(folder / "corpus", [[1, 2, 49, 3]], Vocabulary.of(model))
-    return Suffixes(corpus=str(folder / "corpus"))
+_BOUND = ReducedVocabulary(EarlyExit(2), (1, 2, 40))
 
 
-BOUND: dict[str, Any] = {
-    "corpus": corpus,
-    "reduced": lambda model, folder: ReducedVocabulary(EarlyExit(2), (1, 2, 40)),
-    "cascade": lambda model, folder: Cascade(PromptLookup(), Cascade(corpus(model, folder), EarlyExit(2))),
-}
-
-
-@pytest.mark.parametrize("draft", BOUND)
+@pytest.mark.parametrize("draft", [_BOUND, Cascade(PromptLookup(), Cascade(Suffixes(), _BOUND))], ids=repr)
 def test_a_draft_of_other_tokens_is_refused_before_any_pass_until_they_are_there_again(
-    draft: str, llama: PreTrainedModel, tmp_path: Path
+    draft: Drafter, llama: PreTrainedModel
 ) -> None:
-    spec = selfspec.wrap(llama, BOUND[draft](llama, tmp_path), draft_length=4)
+    spec = selfspec.wrap(llama, draft, draft_length=4)
     resized(llama, SMALL)
     for _ in range(2):
         with pytest.raises(DraftConfigError):
@@ -106,21 +95,6 @@ def test_a_draft_of_other_tokens_is_refused_before_any_pass_until_they_are_there
             spec.joining_rows()
     resized(llama, 50)
     check(spec, 1)
-
-
-def with_tokenizer(tokens: int, folder: Path) -> PreTrainedModel:
-    """A model from a folder, with the tokenizer of all others of this test and a head of its own size."""
-    model = tiny.llama(vocab_size=tokens)
-    model.save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-def test_a_corpus_of_one_tokenizer_may_hold_tokens_that_a_smaller_head_has_not(tmp_path: Path) -> None:
-    large, small = (with_tokenizer(tokens, tmp_path / str(tokens)) for tokens in (600, 256))
-    write_corpus(tmp_path / "corpus", [[token, 599, 598] for token in range(256)], Vocabulary.of(large))
-    for model in (large, small):
-        check(selfspec.wrap(model, Suffixes(corpus=str(tmp_path / "corpus")), draft_length=4), 0)
 
 
 def test_an_engine_that_rests_follows_the_model(llama: PreTrainedModel) -> None:
@@ -152,11 +126,6 @@ def narrow(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def pictured_corpus(model: PreTrainedModel, folder: Path) -> str:
-    write_corpus(folder / "corpus", [*PROMPTS, [3, 7, 2, 41, 4]], Vocabulary.of(model))
-    return f"suffix:{folder / 'corpus'}"
-
-
 FROM_TEXT = ("lookup", "recycle", "suffix")
 # The heads of the models that `queries` is for are their embeddings.
 CASES = [
@@ -174,7 +143,7 @@ def made(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
     example = EXAMPLES[name]
     whole = example.build(folder, tiny.VOCABULARY) if example.build else tiny.llama(num_hidden_layers=6)
     model = narrow(whole)
-    return model, pictured_corpus(model, folder) if name == "suffix:corpus" else example.made_for(model, folder)
+    return model, example.made_for(model, folder)
 
 
 @pytest.mark.parametrize("name", CASES)

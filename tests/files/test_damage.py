@@ -29,18 +29,16 @@ from selfspec import Profile, errors
 from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.layer_skip import write_skip_file
-from selfspec.draft.suffixes import CorpusFile
 from selfspec.files.json_text import parse_json
 from selfspec.files.writing import check_output_folder, whole, write_json, write_sealed, writing
 from selfspec.formats.format import formats
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
-from selfspec.model.identity import Vocabulary, fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitute_file import SubstituteFile
 from selfspec.model.substitutes import Substitutes
 from selfspec.recipe import Recipe
-from selfspec.tools.index import write_corpus
 from selfspec.tools.lab.outputs import check_output_file, whole_folder
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Run, Runs
@@ -94,11 +92,6 @@ def _values(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     return {name: (values.dtype, values.tolist()) for name, values in tensors.items()}
 
 
-def _read_corpus(file: Path) -> object:
-    found = CorpusFile(file)
-    return found.about.vocabulary, found.corpus.tokens.tolist(), found.corpus._ends.tolist()
-
-
 def _write_exit_head(file: Path) -> None:
     head = ExitHeads(64, 2, (1, 2), torch.arange(0, 50, 2))
     head.save(file.parent, torch.float32, fingerprint(_model()), 2, {"alpha_2": 0.5})
@@ -142,12 +135,6 @@ def _read_training(file: Path) -> object:
 KINDS: dict[str, Kind] = {
     "int8": _substitutes(8),
     "int4": _substitutes(4),
-    "corpus": Kind(
-        "corpus",
-        lambda file: write_corpus(file, [range(9), [3, 1, 4, 1, 5]], Vocabulary.of(_model())),
-        _read_corpus,
-        errors.DraftConfigError,
-    ),
     "exit head": Kind(EXIT_HEADS, _write_exit_head, _read_exit_head, errors.ExitHeadError),
     "skip set": Kind("skip.json", _write_skip_set, LayerSkip.from_file, errors.DraftConfigError),
     "vocabulary": Kind(
@@ -173,7 +160,7 @@ KINDS: dict[str, Kind] = {
         errors.TrainingError,
     ),
 }
-OF_TENSORS = ("int8", "int4", "corpus", "exit head")
+OF_TENSORS = ("int8", "int4", "exit head")
 FLIPS = (0x01, 0x10, 0x80)
 
 

@@ -30,9 +30,8 @@ from selfspec.draft import (
 )
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.formats.planes import Planes
-from selfspec.model.identity import Vocabulary, fingerprint
+from selfspec.model.identity import fingerprint
 from selfspec.placement.packed import pack_weights
-from selfspec.tools.index import write_corpus
 from selfspec.tools.train.lesson import ExitHeads
 
 Draft = str | Drafter
@@ -73,12 +72,6 @@ def _exit_head(model: PreTrainedModel, folder: Path, layer: int, tokens: Tensor 
 def _skip_file(model: PreTrainedModel, folder: Path) -> str:
     write_skip_file(LayerSkip(attention=[1], mlp=[2]), fingerprint(model), folder / "found.json", {})
     return f"skip-file:{folder / 'found.json'}"
-
-
-def _corpus(model: PreTrainedModel, folder: Path) -> str:
-    vocabulary = Vocabulary.of(model)
-    write_corpus(folder / "corpus", tiny.prompt(40, 2, vocabulary=vocabulary.size).tolist(), vocabulary)
-    return f"suffix:{folder / 'corpus'}"
 
 
 def _reduced(model: PreTrainedModel, folder: Path) -> Drafter:
@@ -132,7 +125,6 @@ EXAMPLES: dict[str, Example] = {
     "skip-file": Example(_skip_file),
     "lookup": Example(PromptLookup(shortest=1)),
     "lookup+int8": Example(Cascade(PromptLookup(shortest=1), LowPrecision(8))),
-    "suffix:corpus": Example(_corpus),
     "recycle:3": Example(Recycling(candidates=3)),
     "exit:2+vocab": Example(_reduced),
     "upper": Example("upper", _in_planes),

@@ -139,7 +139,7 @@ def to_confirm(
     """Return candidates by name: what runs no model, the best paths alone and behind it; recycling, and trees.
 
     `predictions` has the best first. `nodes` are those of the largest trees; a smaller budget has half as many, 0 is
-    none. `others` are no path of the model; those that run a head or look into a corpus grow trees as well.
+    none. `others` are no path of the model; those that run a head, and suffix trees, grow as trees too.
     """
     look_ups = [each for each in _declared(depth=1) if each.runs == "nothing"]
     worth = [drafters[name] for name, best in predictions.items() if best.speedup >= _WORTH_CONFIRMING]

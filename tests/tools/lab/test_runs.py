@@ -17,9 +17,8 @@ from helpers.studies import GREEDY, Notes, profile_of
 from selfspec.accept import TokenLevel
 from selfspec.draft import ExitHead
 from selfspec.errors import BenchError, StorageError, StudyError
+from selfspec.files.writing import write_sealed
 from selfspec.model.early_head import DraftHead
-from selfspec.model.identity import Vocabulary
-from selfspec.tools.index import write_corpus
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm
 from selfspec.tools.lab.drafts import Given, content
 from selfspec.tools.lab.generations import Generations, Part, costs_of, latest, nats_of
@@ -233,9 +232,9 @@ def test_two_models_with_one_draft_or_another_share_a_folder(tmp_path: Path) -> 
 
 @pytest.mark.tools
 def test_acceptance_alone_decodes_each_prompt_once(llama: PreTrainedModel, tmp_path: Path) -> None:
-    watch, corpus = Notes(), tmp_path / "corpus.safetensors"
-    write_corpus(corpus, [[1, 2, 3, 4]], Vocabulary.of(llama))
-    drafts = [ArmSpec("draft", name, length=2) for name in ("exit:1", "int8", f"suffix:{corpus}", "recycle")]
+    watch, vocabulary = Notes(), tmp_path / "vocabulary.json"
+    write_sealed(vocabulary, {"tokens": [1, 2, 3, 4]})
+    drafts = [ArmSpec("draft", name, length=2) for name in ("exit:1", "int8", f"exit:1+vocab:{vocabulary}", "recycle")]
     parts: frozenset[Part] = frozenset({"acceptance", "quality"})
     folder = tmp_path / "runs"
     rows = run(llama, folder, watch, drafts, parts)
@@ -246,7 +245,7 @@ def test_acceptance_alone_decodes_each_prompt_once(llama: PreTrainedModel, tmp_p
     assert table["perplexity"].notna().all()
     # A further draft leaves those that were counted as they are; a draft that has changed is another.
     more = ArmSpec("draft", "exit:2", length=2)
-    write_corpus(corpus, [[3, 4, 5]], Vocabulary.of(llama))
+    write_sealed(vocabulary, {"tokens": [3, 4, 5]})
     watch = Notes()
     run(llama, folder, watch, [more, *drafts], parts)
     assert len(watch.steps) == 2 * len(CELLS)
