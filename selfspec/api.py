@@ -639,7 +639,6 @@ class SelfSpeculative:
         if draft is None:
             return choice
         draft.check_model(self.model, self.adapter)
-        draft.prepare(self.model, self.substitutes)
         return replace(choice, costs=choice.costs or self._costs(draft.cost(self.model, self.adapter)))
 
     def _behind(self, choice: DraftChoice, lengths: Sequence[int]) -> DraftChoice:

@@ -133,18 +133,8 @@ _each("LowPrecision layers", [[], [1, 1], [-1], [99], ["1"], [1.5], [True], 3, "
     lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(layers=v)))
 _each("LowPrecision fewer", NO_COUNTS, lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(fewer=v)), None)
 _each("LowPrecision head", [0, 1, None, "yes", [True]], lambda g, v: drafts.LowPrecision(head=v))
-_each("LowPrecision.from_file", [*NO_PATHS, "nowhere"], lambda g, v: drafts.LowPrecision.from_file(v))
-_each("LowPrecision.save", NO_PATHS,
-    lambda g, v: drafts.LowPrecision(8, layers=[0]).save(v, tiny.llama(hidden_size=64, intermediate_size=64)))
-_each("LowPrecision.save model", NO_MODELS, lambda g, v: drafts.LowPrecision().save(g.folder / "x", v))
-_each("LowPrecision.save texts",
-    [3, "text", [3], ["text"], [torch.ones(2, 3)], [torch.full((1, 4), 999)], [torch.zeros(3, dtype=torch.long)],
-     [torch.zeros(1, 0, dtype=torch.long)]], lambda g, v: drafts.LowPrecision(4).save(
-        g.folder / "x", tiny.llama(hidden_size=64, intermediate_size=64), texts=v
-    ))
 _each("PromptLookup shortest", [*NO_COUNTS, 99], lambda g, v: drafts.PromptLookup(shortest=v))
 _each("PromptLookup longest", [*NO_COUNTS, 1, 10**9], lambda g, v: drafts.PromptLookup(longest=v))
-_each("Suffixes", [3, b"x", True, "nowhere", "a\0b", ["x"], 1.5], lambda g, v: drafts.Suffixes(v))
 _each("Suffixes most_bytes", [-1, 1.5, "3", True, NAN, None, 2**40], lambda g, v: drafts.Suffixes(most_bytes=v))
 for name in ("candidates", "longest", "most_bytes"):
     _each(f"Recycling {name}", [*NO_COUNTS, 2**40], _field(name, lambda g: drafts.Recycling))

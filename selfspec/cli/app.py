@@ -16,7 +16,7 @@ from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.demo import demo
 from selfspec.cli.doctor import doctor
-from selfspec.cli.drafts import drafts, quantize
+from selfspec.cli.drafts import drafts
 from selfspec.cli.export import export, pack
 from selfspec.cli.generate import EPILOG, generate
 from selfspec.cli.inspect import inspect
@@ -41,7 +41,7 @@ app = typer.Typer(
 _COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "Decode": [generate, chat, serve, demo, inspect, doctor],
     "Measure": [calibrate, verify, bench],
-    "Find drafts": [drafts, quantize, search, ablate, plot],
+    "Find drafts": [drafts, search, ablate, plot],
     "Hand over": [pack, export],
 }
 for title, commands in _COMMANDS.items():

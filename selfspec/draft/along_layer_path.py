@@ -21,7 +21,6 @@ from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath, Part
 from selfspec.model.sizes import cache_bytes_read, share_read
-from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.request import PassRequest
 
 
@@ -97,9 +96,6 @@ class AroundLayerPath(LayerPathDrafter):
 
     def path(self, depth: int) -> LayerPath:
         return self.draft_with.path(depth)
-
-    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        self.draft_with.prepare(model, substitutes)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         return self.draft_with.own_bytes(model)

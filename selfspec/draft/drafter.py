@@ -17,7 +17,6 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.formats.format import Format
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import Features, Point
-from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.request import PassResult
 
 GROUP = "selfspec.drafts"
@@ -80,15 +79,6 @@ class Drafter(ABC):
     def features(self, depth: int) -> tuple[Point, ...]:
         """Return the points of a network of `depth` layers whose states the drafter reads."""
         return tuple(dict.fromkeys(point for source in self.sources for point in source.features(depth)))
-
-    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        """Read the drafter's substitutes from a file; called when the model is wrapped, and after it is moved.
-
-        Raises:
-            SelfSpecError: the file cannot be used, or is another model's.
-        """
-        for source in self.sources:
-            source.prepare(model, substitutes)
 
     def cost(self, model: PreTrainedModel, adapter: Adapter) -> float:
         """Estimate the draft cost ratio c: the cost of a draft step in plain steps; 0 without a model."""

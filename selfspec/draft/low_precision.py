@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.arguments import check_module, checked_path, shown
+from selfspec.arguments import shown
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter
 from selfspec.draft.early_exit import EarlyExit
 from selfspec.draft.layer_skip import LayerSkip, layer_numbers
 from selfspec.errors import DraftConfigError
 from selfspec.formats.format import Format, copies, formats
-from selfspec.formats.packed import Packed
-from selfspec.model.identity import fingerprint, weight_of
-from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
-from selfspec.model.registry import find_adapter
-from selfspec.model.substitute_file import AboutSubstitutes, SubstituteFile, packed_weights, write_substitutes
-from selfspec.model.substitutes import Substitutes, no_substitutes, substituted_weights, weights_of
+from selfspec.model.layer_path import LayerPath, sublayers
+from selfspec.model.substitutes import no_substitutes, substituted_weights
 
 # Prior acceptance rates of siblings by rank.
 _CHANCES = (0.95, 0.03, 0.01)
@@ -32,7 +25,7 @@ _CHANCES = (0.95, 0.03, 0.01)
 
 def _by_formats(kind: type[LowPrecision]) -> type[LowPrecision]:
     for each in reversed([each for each in formats().values() if not each.exact]):
-        kind = drafter(each.name, argument="[:FILE]", help=each.help)(kind)
+        kind = drafter(each.name, help=each.help)(kind)
     return kind
 
 
@@ -51,14 +44,12 @@ class LowPrecision(LayerPathDrafter):
         layers: numbers of the layers with substitutes; None: all.
         fewer: the exit or the skip set of the draft; None: all layers run.
         head_too: True if the language-model head is in fewer bits too.
-        saved: the file of the substitutes; None: they are made at first use.
     """
 
     format: Format
     layers: tuple[int, ...] | None
     fewer: EarlyExit | LayerSkip | None
     head_too: bool
-    saved: str | None
 
     def __init__(
         self,
@@ -75,7 +66,6 @@ class LowPrecision(LayerPathDrafter):
             "layers": None if layers is None else layer_numbers("layers", layers),
             "fewer": fewer,
             "head_too": head,
-            "saved": None,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -87,102 +77,29 @@ class LowPrecision(LayerPathDrafter):
             raise DraftConfigError("layers is empty; name at least one layer, or leave the argument out for all layers")
 
     @classmethod
-    def from_file(cls, file: str | Path, fewer: EarlyExit | LayerSkip | None = None) -> LowPrecision:
-        """Draft with substitutes that `save` or `selfspec quantize` wrote; they are read when a model is wrapped.
-
-        Format, layers and head come from the file.
-
-        Raises:
-            DraftConfigError: the file is missing, truncated, foreign or of another format.
-        """
-        saved = SubstituteFile(checked_path("file", file, DraftConfigError))
-        draft = cls(layers=saved.about.layers, fewer=fewer, head=saved.about.head, format=saved.format)
-        object.__setattr__(draft, "saved", str(file))
-        return draft
-
-    def save(
-        self,
-        file: str | Path,
-        model: PreTrainedModel,
-        adapter: Adapter | None = None,
-        texts: Sequence[Tensor] = (),
-        progress: Callable[[int, int], None] = lambda done, known: None,
-    ) -> None:
-        """Make the substitutes of a model and write them to a file, for `from_file`.
-
-        Args:
-            file: the file to write, bound to the fingerprint of the model's weights.
-            model: any causal LM of a supported architecture.
-            adapter: where it keeps its layers, for an architecture that selfspec does not know.
-            texts: token ids, each `[rows, tokens]`, without padding, that compensate errors of 4 bits and raise
-                acceptance (GPTQ; Frantar et al., 2023). Empty: scales alone are fitted.
-            progress: called with the number of weights rounded so far, and of all weights.
-
-        Raises:
-            DraftConfigError: the draft does not fit the model, none of its layers has a substitute, texts are given for
-                8 bits, or they are no token ids of the model.
-            UnsupportedModelError, UnsupportedOptionError: an argument has the wrong type.
-            StorageError: the file cannot be written.
-        """
-        place = checked_path("file", file)
-        check_module(model)
-        if texts and not self.format.compensates:
-            served = " and ".join(f"{each.bits}" for each in formats().values() if each.compensates)
-            raise DraftConfigError(
-                f"texts serve {served} bits alone: weights in {self.format.bits} bits are rounded to nearest; "
-                "leave them out"
-            )
-        adapter = adapter or find_adapter(model)
-        self.check_model(model, adapter)
-        _check_texts(texts, model)
-        weights = weights_of(model, adapter, self.path(len(adapter.decoder_layers(model))))
-        about = AboutSubstitutes(5, fingerprint(model), self.layers, self.head_too, self.format.name)
-
-        def counted() -> Iterator[tuple[str, Packed]]:
-            for done, each in enumerate(packed_weights(model, weights, self.format, texts), 1):
-                progress(done, len(weights))
-                yield each
-
-        write_substitutes(place, about, self.format, counted())
-
-    @classmethod
     def spelled(cls, name: str, argument: str | None) -> LowPrecision:
-        format = formats()[name]()
-        if argument is None:
-            return cls(format=format)
-        found = cls.from_file(argument)
-        if found.format.name != name:
-            raise DraftConfigError(
-                f"{argument} holds {found.format.bits} bits and not {format.bits}; write {found.format.name}:{argument}"
-            )
-        return found
+        if argument is not None:
+            raise ValueError(argument)
+        return cls(format=formats()[name]())
 
     @property
     def spelling(self) -> str | None:
         kind = type(self.format)
-        usual = formats().get(self.format.name) is kind and self == LowPrecision(fewer=self.fewer, format=kind())
-        if self.saved is None and not usual:
+        if formats().get(self.format.name) is not kind or self != LowPrecision(fewer=self.fewer, format=kind()):
             return None
-        file = "" if self.saved is None else f":{self.saved}"
-        return f"{self.format.name}{file}" + ("" if self.fewer is None else f"+{self.fewer.spelling}")
+        return self.format.name + ("" if self.fewer is None else f"+{self.fewer.spelling}")
 
     def followed_by(self, behind: Drafter) -> Drafter | None:
         if self == LowPrecision(format=self.format) and (packed := behind.in_format(self.format)) is not None:
             return packed
         if self.fewer is not None or not isinstance(behind, EarlyExit | LayerSkip):
             return None
-        found = LowPrecision(layers=self.layers, fewer=behind, head=self.head_too, format=self.format)
-        object.__setattr__(found, "saved", self.saved)
-        return found
+        return LowPrecision(layers=self.layers, fewer=behind, head=self.head_too, format=self.format)
 
     @classmethod
     def variants(cls, depth: int) -> Sequence[Drafter]:
         whole = [cls(format=kind()) for kind in copies().values()]
         return [*whole, *(cls(fewer=EarlyExit(layer)) for layer in range(1, depth))]
-
-    def prepare(self, model: PreTrainedModel, substitutes: Substitutes) -> None:
-        if self.saved is not None:
-            substitutes.load(SubstituteFile(self.saved), WeightCopy(self.format, self.saved), model)
 
     @property
     def chances(self) -> Sequence[float]:
@@ -199,8 +116,7 @@ class LowPrecision(LayerPathDrafter):
         if not substituted:
             left = "the draft" if self.fewer is None else self.fewer.spelling
             raise DraftConfigError(f"layers={list(layers)}: {left} leaves none of them to run")
-        copy = WeightCopy(self.format, self.saved)
-        return replace(path, copy=copy, substituted=frozenset(substituted), head_substituted=self.head_too)
+        return replace(path, format=self.format, substituted=frozenset(substituted), head_substituted=self.head_too)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         if not self.format.runs_on(model.device.type):
@@ -243,15 +159,3 @@ def _of_bits(bits: object, group_size: object) -> Format:
     if bits == 8 and grouped != type(grouped)():
         raise DraftConfigError(f"group_size={group_size}: 8 bits have one scale for each output; leave it out")
     return grouped if bits == 4 else cast(Format, kinds["int8"]())
-
-
-def _check_texts(texts: object, model: PreTrainedModel) -> None:
-    rows = weight_of(model.get_input_embeddings()).shape[0]
-    for text in texts if isinstance(texts, list | tuple) else (texts,):
-        is_ids = isinstance(text, Tensor) and text.dtype in (torch.int64, torch.int32)
-        if not is_ids or text.ndim != 2 or not text.numel():
-            raise DraftConfigError(
-                f"texts must be a list of token ids, each a LongTensor of shape [rows, tokens]; got {shown(texts)}"
-            )
-        if int(text.min()) < 0 or int(text.max()) >= rows:
-            raise DraftConfigError(f"texts hold ids outside the vocabulary 0..{rows - 1}: are they of this model?")

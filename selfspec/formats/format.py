@@ -42,7 +42,6 @@ class Format(ABC):
         exact: whether the weight, made dense again, has the bits that it had.
         packs: whether it packs weights that are dense. Else only files have it.
         copies: whether it packs copies of any weight, to draft with. Else it keeps a model's own, or reads them.
-        compensates: whether `pack_for` gives less error than `pack`.
         laying_out: copies of a packed weight that are in memory at once while a layer is made from it.
     """
 
@@ -56,7 +55,6 @@ class Format(ABC):
     exact: ClassVar[bool] = False
     packs: ClassVar[bool] = True
     copies: ClassVar[bool] = True
-    compensates: ClassVar[bool] = False
     laying_out: ClassVar[int] = 1
 
     def __str__(self) -> str:
@@ -81,10 +79,6 @@ class Format(ABC):
 
     def pack_head(self, weight: Tensor) -> Packed:
         """Pack a head over a vocabulary, `[out, in]`, whose large columns read inputs of any size."""
-        return self.pack(weight)
-
-    def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
-        """Pack a weight, `[out, in]`, with little error on inputs `x` with `moments = x^T x`, `[in, in]` in float32."""
         return self.pack(weight)
 
     def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Weights in 4 bits, with scales and zeros fitted by group; errors may be compensated (GPTQ; Frantar et al., 2023)."""
+"""Weights in 4 bits, with scales and zeros fitted by group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.errors import DraftConfigError
-from selfspec.formats.packed import Packed, dense, fixed, some_rows
+from selfspec.formats.packed import Packed, fixed
 from selfspec.formats.rounding import (
     Kernels,
     Rounded,
@@ -20,10 +20,7 @@ from selfspec.formats.rounding import (
     as_kept,
     by_aten,
     by_triton,
-    column_sizes,
-    evened,
     kernels_of,
-    rows_of,
 )
 from selfspec.kernels import native
 
@@ -127,7 +124,6 @@ class Int4(Rounded):
     acceptance = 0.9
     parts = ("levels", "scales", "factors", "zeros")
     layer: ClassVar[type[Int4Linear]] = Int4Linear
-    compensates = True
     laying_out = 2
 
     group_size: int = 32
@@ -160,55 +156,23 @@ class Int4(Rounded):
         return f"with inputs that groups of {self.group_size} divide"
 
     def fill(self, packed: Packed, rows: Tensor) -> None:
-        grid = _fitted(rows, self.group_size)
-        packed["levels"].copy_(_in_pairs(grid.levels))
-        packed["scales"].copy_(grid.scales)
-        packed["zeros"].copy_(grid.zeros)
-
-    @torch.no_grad()
-    def pack_for(self, weight: Tensor, moments: Tensor) -> Packed:
-        """Pack a weight input by input, each compensating earlier errors; without finite inputs, only fit scales."""
-        weight = dense(weight)
-        mean = moments.diagonal().mean()
-        if not (mean > 0 and mean.isfinite()):
-            return self.pack(weight)
-        packed = self.empty(weight.shape, weight.device)
-        packed["factors"].copy_(_factors(weight, moments))
-        moments = moments * packed["factors"] * packed["factors"][:, None]
-        effects = _effects(moments, _DAMPING * moments.diagonal().mean())
-        for some in some_rows(weight, _AT_ONCE):
-            # A copy, however the weight is laid out.
-            left = evened(weight[some], packed["factors"]).t().contiguous()
-            _fill_compensated(rows_of(packed, some), left, effects, self.group_size)
-        return packed
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Holds levels, `[out, in]`, with scales and zeros, `[out, groups]`."""
-
-    levels: Tensor
-    scales: Tensor
-    zeros: Tensor
-
-
-def _fitted(weight: Tensor, group_size: int) -> _Grid:
-    """Round a float32 weight, `[out, in]`, with scales and zeros fitted to the levels."""
-    groups = weight.unflatten(1, (-1, group_size))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scales = as_kept((high - low) / 15)
-    zeros = (low + 8 * scales.float()).to(torch.bfloat16)
-    levels = _nearest(groups, scales, zeros)
-    for _ in range(_FITS):
-        # Fit a line of weights by levels with the least squared error; if all levels are equal, use the mean.
-        mean = levels.mean(-1, keepdim=True)
-        apart = levels - mean
-        spread = apart.square().sum(-1, keepdim=True)
-        slope = (apart * groups).sum(-1, keepdim=True) / spread
-        scales = torch.where(spread > 0, as_kept(slope), scales)
-        zeros = (groups.mean(-1, keepdim=True) + (8 - mean) * scales.float()).to(torch.bfloat16)
+        groups = rows.unflatten(1, (-1, self.group_size))
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scales = as_kept((high - low) / 15)
+        zeros = (low + 8 * scales.float()).to(torch.bfloat16)
         levels = _nearest(groups, scales, zeros)
-    return _Grid(levels.flatten(1), scales[..., 0], zeros[..., 0])
+        for _ in range(_FITS):
+            # Fit a line of weights by levels with the least squared error; if all levels are equal, use the mean.
+            mean = levels.mean(-1, keepdim=True)
+            apart = levels - mean
+            spread = apart.square().sum(-1, keepdim=True)
+            slope = (apart * groups).sum(-1, keepdim=True) / spread
+            scales = torch.where(spread > 0, as_kept(slope), scales)
+            zeros = (groups.mean(-1, keepdim=True) + (8 - mean) * scales.float()).to(torch.bfloat16)
+            levels = _nearest(groups, scales, zeros)
+        packed["levels"].copy_(_in_pairs(levels.flatten(1)))
+        packed["scales"].copy_(scales[..., 0])
+        packed["zeros"].copy_(zeros[..., 0])
 
 
 def _nearest(weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -222,41 +186,3 @@ def _in_pairs(levels: Tensor) -> Tensor:
     pairs: Tensor = levels.to(torch.uint8).unflatten(1, (-1, 2))
     packed: Tensor = pairs[..., 0] << 4 | pairs[..., 1]
     return packed
-
-
-# Share of the mean second moment. No moment exceeds their sum, so it bounds the condition: float32 is enough.
-_DAMPING = 0.05
-# Number of values that are rounded at once, since they are copied to float32.
-_AT_ONCE = 1 << 24
-# Share of the mean input: smaller inputs get the factors of this one.
-_LEAST_INPUT = 1e-3
-
-
-def _factors(weight: Tensor, moments: Tensor) -> Tensor:
-    """Return the factors, `[in]`, that even out the sizes of inputs and columns."""
-    inputs = moments.diagonal().sqrt()
-    return (column_sizes(weight) / (inputs / inputs.mean()).clamp(min=_LEAST_INPUT)).sqrt()
-
-
-def _effects(moments: Tensor, damping: Tensor) -> Tensor:
-    """Return the upper triangular U with U^T U the inverse of the damped moments; row i: effects on later inputs."""
-    damped = moments + damping * torch.eye(len(moments), device=moments.device)
-    root = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    effects: Tensor = torch.linalg.solve_triangular(root, torch.eye(len(root), device=root.device), upper=True)
-    return effects
-
-
-def _fill_compensated(packed: Packed, left: Tensor, effects: Tensor, group_size: int) -> None:
-    """Round some outputs; `left`, `[in, out]`, is overwritten by the values left to round after each input."""
-    for group in range(packed["scales"].shape[1]):
-        first, end = group * group_size, (group + 1) * group_size
-        fitted = _fitted(left[first:end].t(), group_size)
-        scales, zeros = fitted.scales[:, 0].float(), fitted.zeros[:, 0].float()
-        levels, errors = torch.empty_like(left[first:end]), torch.empty_like(left[first:end])
-        for place, number in enumerate(range(first, end)):
-            levels[place] = _nearest(left[number], scales, zeros)
-            errors[place] = (left[number] - (levels[place] - 8) * scales - zeros) / effects[number, number]
-            left[number + 1 : end].addr_(effects[number, number + 1 : end], errors[place], alpha=-1)
-        left[end:].addmm_(effects[first:end, end:].t(), errors, alpha=-1)
-        packed["levels"][:, first // 2 : end // 2] = _in_pairs(levels.t())
-        packed["scales"][:, group], packed["zeros"][:, group] = fitted.scales[:, 0], fitted.zeros[:, 0]

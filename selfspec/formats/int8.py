@@ -55,7 +55,7 @@ class Int8(Rounded):
     """Keeps weights in 8 bits: `levels` are int8 in -127..127, `[..., out, in]`, and `scales` `[..., out]`."""
 
     name = "int8"
-    help = "the same layers in 8 bits; FILE is by `selfspec quantize`; int8+mtp is a head in 8 bits"
+    help = "the same layers in 8 bits; int8+mtp is a head in 8 bits"
     bits = 8
     acceptance = 0.97
     parts = ("levels", "scales", "factors")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,10 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from selfspec.device import has_streams
 from selfspec.measure.stock import bare, end_tokens, until_end
 from selfspec.measure.watch import Watch
-from selfspec.model.identity import weight_of
 
-# Of the texts that weights are fitted on; rows that are written at a time.
-_TOKENS, _ROWS = 256, 4
 # Shorter repeats are ordinary text: indentation, brackets, digits.
 _RUN = 8
 
@@ -52,32 +49,6 @@ def own_text(
             torch.manual_seed(seed)
         ids: Tensor = writer.generate(prompts, attention_mask=mask, generation_config=config)
     return ids
-
-
-def random_starts(model: PreTrainedModel, texts: int, seed: int = 0) -> Tensor:
-    """Return single random tokens to begin texts with where there are no prompts, `[texts, 1]`."""
-    vocabulary = weight_of(model.get_input_embeddings()).shape[0]
-    return torch.randint(vocabulary, (texts, 1), generator=torch.Generator().manual_seed(seed))
-
-
-def own_texts(
-    model: PreTrainedModel,
-    starts: Tensor,
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, known: None,
-) -> list[Tensor]:
-    """Let the stock model write texts of 256 tokens, or of its context, from starts `[texts, tokens]` at temperature 1.
-
-    Returns token ids, each `[rows, tokens]`. `progress` is called with the number of texts written, and of all.
-    """
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    more = min(_TOKENS, context or _TOKENS) - starts.shape[1]
-    written = []
-    for first in range(0, len(starts), _ROWS):
-        progress(first, len(starts))
-        some = starts[first : first + _ROWS].to(model.device)
-        written.append(own_text(model, some, more, 1.0, seed + first))
-    return written
 
 
 def continued(

@@ -305,7 +305,7 @@ class DraftPath:
     head: DraftHead | None = None
 
     def __post_init__(self) -> None:
-        if self.path.copy is not None:
+        if self.path.format is not None:
             raise UnsupportedOptionError(
                 "drafts in fewer bits cannot be teacher-forced; leave them out, or measure them with selfspec bench"
             )
@@ -373,7 +373,6 @@ def first_steps(
     for each in drafters.values():
         each.check(depth)
         each.check_model(model, adapter)
-        each.prepare(model, substitutes)
     found: dict[str, list[TeacherForcedFigures]] = {}
     exact = [name for name, each in drafters.items() if is_judged_by_teacher_forcing(each, adapter, depth)]
     paths = [DraftPath(drafters[name].path(depth), drafters[name].head) for name in exact]

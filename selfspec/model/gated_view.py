@@ -16,9 +16,10 @@ from selfspec.cache.shared_cache import CacheReader
 from selfspec.cache.shared_layer import RecurrentLayer
 from selfspec.compat import cache_name
 from selfspec.errors import DraftConfigError, UnsupportedModelError
+from selfspec.formats.format import Format
 from selfspec.model.early_head import DraftHead
 from selfspec.model.experts import with_fewer_experts
-from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers, view_with_parts
 
@@ -82,8 +83,8 @@ class GatedModel:
         # The gates refer to the boundary and not to this object, to avoid a reference cycle.
         self._boundary = Boundary()
         layers = _with_lent(adapter.decoder_layers(model), adapter)
-        if path.copy is not None and path.substituted:
-            layers = _substituted(path.copy, layers, adapter, model, path, substitutes or Substitutes())
+        if path.format is not None and path.substituted:
+            layers = _substituted(path.format, layers, adapter, model, path, substitutes or Substitutes())
         if path.lora is not None:
             layers = path.lora.lora.within(layers, ".".join(adapter.path(model)), path.lora.first)
         if path.experts is not None:
@@ -180,7 +181,7 @@ def _with_lent(layers: Sequence[nn.Module], adapter: Adapter) -> Sequence[nn.Mod
 
 
 def _substituted(
-    copy: WeightCopy,
+    format: Format,
     layers: Sequence[nn.Module],
     adapter: Adapter,
     model: nn.Module,
@@ -195,14 +196,14 @@ def _substituted(
         for each in sorted(path.substituted)
         for name in adapter.modules_of(layers[each.layer], each.part)
     ]
-    unchanged = substitutes.unchanged(((layers[index].get_submodule(name), of) for index, name, of in runs), copy)
+    unchanged = substitutes.unchanged(((layers[index].get_submodule(name), of) for index, name, of in runs), format)
     for index, name, of in runs:
         module = changed[index].get_submodule(name)
-        other = substitutes.within(module, of, copy, unchanged)
+        other = substitutes.within(module, of, format, unchanged)
         if other is not module:
             changed[index] = view_with_parts(changed[index], {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
-        raise no_substitutes(model, copy.format)
+        raise no_substitutes(model, format)
     return changed
 
 

@@ -68,21 +68,13 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
-class WeightCopy:
-    """Names a copy of a model's weights: its format, and the file that it is read from; None: it is made in memory."""
-
-    format: Format
-    source: str | None = None
-
-
-@dataclass(frozen=True)
 class LayerPath:
     """Says what a pass runs."""
 
     depth: int
     skipped: frozenset[Sublayer] = frozenset()  # left out; a layer without both passes its input through
     start: Sublayer | None = None  # where states of an earlier pass enter; nothing before it runs. None: from tokens
-    copy: WeightCopy | None = None  # what substitutes run, or the network itself is; None: its own weights and dtype
+    format: Format | None = None  # of substitutes, or of the network itself; None: its own weights and dtype
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     view: CacheView = WHOLE

@@ -175,16 +175,16 @@ def _layer_price(
         modules = [layer.get_submodule(name) for name in adapter.modules_of(layer, sublayer.part)]
         if not path.runs(sublayer):
             read -= sum(_sum(price, module.parameters()) for module in modules)
-        elif path.copy is not None and sublayer in path.substituted:
-            weights = [weight for module in modules for weight in substituted_weights(module, path.copy.format)]
+        elif path.format is not None and sublayer in path.substituted:
+            weights = [weight for module in modules for weight in substituted_weights(module, path.format)]
             read -= sum(price(weight) * (1 - _bits_of(path, weight)) for weight in weights)
     return read
 
 
 def _bits_of(path: LayerPath, weight: Tensor) -> float:
     """Return the bits of a substitute's weight divided by those of the weight itself."""
-    assert path.copy is not None
-    return path.copy.format.bits * weight.numel() / (8 * weight.nbytes)
+    assert path.format is not None
+    return path.format.bits * weight.numel() / (8 * weight.nbytes)
 
 
 def _sum(price: Callable[[Tensor], float], weights: Iterable[Tensor]) -> float:

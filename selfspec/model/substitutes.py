@@ -21,8 +21,7 @@ from selfspec.formats.format import Format
 from selfspec.formats.packed import Packed, PackedExperts, PackedLinear, PackedStack, PackedWeight
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.early_head import plain_head
-from selfspec.model.layer_path import LayerPath, WeightCopy, sublayers
-from selfspec.model.substitute_file import REWRITE, SubstituteFile
+from selfspec.model.layer_path import LayerPath, sublayers
 from selfspec.model.tensor_parallel import LocalPart, local_part
 from selfspec.model.view import copied, view_with
 
@@ -127,7 +126,7 @@ class Substitutes:
 
     def __init__(self, head: str | None = None) -> None:
         self._head = head
-        self._made: dict[tuple[WeightCopy, str], _Made] = {}
+        self._made: dict[tuple[Format, str], _Made] = {}
         self._lock = threading.Lock()
         self._pages = LargePages()
 
@@ -147,46 +146,17 @@ class Substitutes:
             kept = list(self._made.values())
         return sum(made.nbytes for made in kept)
 
-    @torch.inference_mode(False)
-    def load(self, file: SubstituteFile, copy: WeightCopy, model: nn.Module) -> None:
-        """Load all substitutes of a file, for the model as it is now; others are made when first used."""
-        file.check(copy.format, model)
-        unknown = file.weights
-        for name, module in model.named_modules():
-            products = _products(module)
-            weights = [f"{name}.{product.name}" for product in products]
-            if not products or not unknown.issuperset(weights):
-                continue
-            unknown.difference_update(weights)
-            if not all(product.fits(copy.format) for product in products):
-                continue
-            with self._lock:
-                made = self._made.get((copy, name))
-                if made is None or not made.fits(products):
-                    read = [
-                        file.weight(weight, product.weight.shape, product.weight.device)
-                        for weight, product in zip(weights, products, strict=True)
-                    ]
-                    self._keep(module, name, copy, read)
-        if unknown:
-            raise DraftConfigError(
-                f"{file.source} has substitutes of weights that {type(model).__name__} does not have (first: "
-                f"{min(unknown)}); {REWRITE}"
-            )
-
-    def take(
-        self, module: nn.Module, name: str, copy: WeightCopy, weights: Sequence[Tensor], own: WeightCopy | None = None
-    ) -> None:
+    def take(self, module: nn.Module, name: str, format: Format, weights: Sequence[Tensor], own: Format) -> None:
         """Make a module's substitute from weights that it does not keep, in the order of `substitutable_weights`.
 
-        For paths over `copy`; made as `own`, if it differs.
+        For paths in `format`; made in `own`.
         """
         transposed = kind_of(module).transposed
         laid_out = [weight.transpose(-1, -2) if transposed else weight for weight in weights]
         with self._lock:
-            self._keep(module, name, copy, [self._packed(name, weight, own or copy) for weight in laid_out], own)
+            self._keep(module, name, format, [self._packed(name, weight, own) for weight in laid_out], own)
 
-    def unchanged(self, parts: Iterable[tuple[nn.Module, str]], copy: WeightCopy) -> Collection[str]:
+    def unchanged(self, parts: Iterable[tuple[nn.Module, str]], format: Format) -> Collection[str]:
         """Return the names of those of parts, with names in the model, whose substitutes fit the weights as they are.
 
         All are compared at once: each comparison waits for the device. If one does not fit, the rest are left out too.
@@ -195,7 +165,7 @@ class Substitutes:
         samples: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, module in ((name, each) for part, of in parts for name, each in part.named_modules(prefix=of)):
             with self._lock:
-                made = self._made.get((copy, name))
+                made = self._made.get((format, name))
             products = _products(module)
             if made is not None and products and made.may_fit(products):
                 device = made.samples[0].device
@@ -207,65 +177,64 @@ class Substitutes:
         return {name for fits, of in zip(same, names.values(), strict=True) if fits for name in of}
 
     def within(
-        self, module: nn.Module, name: str, copy: WeightCopy, unchanged: Collection[str] = frozenset()
+        self, module: nn.Module, name: str, format: Format, unchanged: Collection[str] = frozenset()
     ) -> nn.Module:
         """Return a view of a part, `name` in the model, with substitutes for its layers; itself if it has none."""
-        substitute = self._made_for(module, name, copy, lambda weight: self._packed(name, weight, copy), unchanged)
+        substitute = self._made_for(module, name, format, lambda weight: self._packed(name, weight, format), unchanged)
         if substitute is not None:
             return substitute
         children = {
-            child_name: self.within(child, f"{name}.{child_name}", copy, unchanged)
+            child_name: self.within(child, f"{name}.{child_name}", format, unchanged)
             for child_name, child in module._modules.items()
             if child is not None
         }
         others = {child: new for child, new in children.items() if new is not module._modules[child]}
         return view_with(module, others) if others else module
 
-    def of_rows(self, head: nn.Module, copy: WeightCopy, rows: Tensor) -> Substitute | None:
+    def of_rows(self, head: nn.Module, format: Format, rows: Tensor) -> Substitute | None:
         """Make a substitute of the head with the outputs `rows`, `[kept]`; None: it has none, or has a bias."""
         if self._head is None or any(product.bias is not None for product in _products(head)):
             return None
         name = f"{self._head}, outputs {blake2b(rows.numpy(force=True).tobytes()).hexdigest()}"
-        return self._made_for(head, name, copy, lambda weight: copy.format.pack_head(weight[rows.to(weight.device)]))
+        return self._made_for(head, name, format, lambda weight: format.pack_head(weight[rows.to(weight.device)]))
 
     def _made_for(
         self,
         module: nn.Module,
         name: str,
-        copy: WeightCopy,
+        format: Format,
         packed: Callable[[Tensor], Packed],
         unchanged: Collection[str] = frozenset(),
     ) -> Substitute | None:
         """Return the substitute of a name for the weights as they are now; make it if needed."""
         products = _products(module)
         with self._lock:
-            made = self._made.get((copy, name))
+            made = self._made.get((format, name))
             if made is None or not (name in unchanged or made.fits(products)):
-                if not products or not all(product.fits(copy.format) for product in products):
+                if not products or not all(product.fits(format) for product in products):
                     return None
-                made = self._keep(module, name, copy, [packed(product.weight) for product in products])
+                made = self._keep(module, name, format, [packed(product.weight) for product in products])
         return made.substitute
 
-    def _packed(self, name: str, weight: Tensor, copy: WeightCopy) -> Packed:
-        return copy.format.pack_head(weight) if name == self._head else copy.format.pack(weight)
+    def _packed(self, name: str, weight: Tensor, format: Format) -> Packed:
+        return format.pack_head(weight) if name == self._head else format.pack(weight)
 
     def _keep(
-        self, module: nn.Module, name: str, copy: WeightCopy, packed: Sequence[Packed], own: WeightCopy | None = None
+        self, module: nn.Module, name: str, format: Format, packed: Sequence[Packed], own: Format | None = None
     ) -> _Made:
-        """Make the substitute of a module from its packed weights, and keep it."""
-        products, before = _products(module), self._made.get((copy, name))
-        format = (own or copy).format
-        substitute = _made(module, products, packed, format)
+        """Make the substitute of a module from its weights, packed in its `own` format, and keep it."""
+        products, before, own = _products(module), self._made.get((format, name)), own or format
+        substitute = _made(module, products, packed, own)
         if before is not None and before.lies_at(products):
             substitute = _renewed(before.substitute, substitute)
-        elif substitute is not None and format.copies:
+        elif substitute is not None and own.copies:
             for place, weight in substitute.named_parameters():
                 # A bias is the layer's own.
                 if not place.endswith("bias"):
                     weight.data = self._pages.moved(weight.data)
-        made = self._made[copy, name] = _Made(
+        made = self._made[format, name] = _Made(
             substitute,
-            0 if substitute is None or not format.copies else substitute.nbytes,
+            0 if substitute is None or not own.copies else substitute.nbytes,
             tuple(product.place for product in products),
             tuple(product.version for product in products),
             tuple(product.sample.detach().clone() for product in products),
@@ -280,12 +249,6 @@ def substituted_weights(module: nn.Module, format: Format) -> Iterator[Tensor]:
         yield from (product.weight for product in products)
     for child in module.children():
         yield from substituted_weights(child, format)
-
-
-def weights_of(model: PreTrainedModel, adapter: Adapter, path: LayerPath) -> list[tuple[str, Tensor]]:
-    """Return the weights that a path uses in fewer bits, `[..., out, in]`, with the parameters' names."""
-    assert path.copy is not None
-    return [(name, each.weight) for name, each in _of_path(model, adapter, path) if each.fits(path.copy.format)]
 
 
 def substitutable_weights(model: PreTrainedModel, adapter: Adapter) -> dict[str, dict[str, torch.Size]]:

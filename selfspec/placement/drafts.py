@@ -138,11 +138,6 @@ def format_of(draft: Drafter) -> str | None:
                 names = " and ".join(copies())
                 raise DraftConfigError(f"{draft_name(each)}: within a budget fewer bits are those of {names}")
             return each
-        if each.saved is not None:
-            raise DraftConfigError(
-                f"{draft_name(each)}: within a budget copies are made when the model is loaded; "
-                f"write {each.format.name}"
-            )
         usual = type(each.format)()
         if each.format != usual:
             raise DraftConfigError(f"{each.format}: within a budget weights are kept in {usual}")

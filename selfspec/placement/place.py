@@ -20,7 +20,6 @@ from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.formats.format import Format, copies, formats
 from selfspec.kernels.large_pages import LargePages
-from selfspec.model.layer_path import WeightCopy
 from selfspec.model.substitutes import Substitutes
 from selfspec.placement.drafts import Placement, format_of
 from selfspec.placement.packed import fill
@@ -109,8 +108,7 @@ def _stream(
         if plan.format is not None and own is not None:
             with module.__dict__["streams"]() as there:
                 weights = [there._parameters[name] for name in each.weights]
-                copy, made = WeightCopy(formats()[plan.format]()), WeightCopy(formats()[own]())
-                substitutes.take(module, each.name, copy, weights, made)
+                substitutes.take(module, each.name, formats()[plan.format](), weights, formats()[own]())
     return stream
 
 

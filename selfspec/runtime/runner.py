@@ -215,12 +215,12 @@ class ModelRunner:
         name, rows = plain_head(self.model) if path.head_substituted else None, None
         parts: dict[str, nn.Module] = {}
         # Heads of other kinds run exactly.
-        if path.copy is not None and name is not None:
+        if path.format is not None and name is not None:
             whole = model.get_submodule(name)
             if head is None or head.tokens is None:
-                parts[name] = self.substitutes.within(whole, name, path.copy)
+                parts[name] = self.substitutes.within(whole, name, path.format)
             else:
-                rows = self.substitutes.of_rows(whole, path.copy, head.tokens)
+                rows = self.substitutes.of_rows(whole, path.format, head.tokens)
         if head is not None:
             end = min(path.skipped, default=None)
             exit = None if end is None else ".".join([*self.adapter.path(model), str(end.layer)])

@@ -233,7 +233,7 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
         depth = len(adapter.decoder_layers(model))
         path = drafter.path(depth)
         drafter.check_model(model, adapter)
-        if path.copy is None and drafter.runs_exact_layers(depth) and drafter.head is None:
+        if path.format is None and drafter.runs_exact_layers(depth) and drafter.head is None:
             return _whole_layers(path, draft_name(drafter))
     raise DraftConfigError(
         f"{draft_name(drafter)} is not layers of the model as they are, which is all that a checkpoint holds; export "

@@ -141,7 +141,7 @@ def test_a_model_in_planes_runs_on_a_device_by_captured_passes(
     assert any(isinstance(weight, PackedWeight) for weight in spec.model.parameters())
     assert {each.device.type for each in (*spec.model.parameters(), *spec.model.buffers())} == {NAME}
     kinds = assert_captured(spec, folder, rows, device).proved
-    assert any(kind.path.copy is not None for kind in kinds) == bool(draft)
+    assert any(kind.path.format is not None for kind in kinds) == bool(draft)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,6 @@ def test_of_planes_some_are_fetched_from_the_host_and_draft_steps_are_captured(
     spec = selfspec.wrap(model, format)
     kinds = assert_captured(spec, folder, 1, device).proved
     # Passes that stream run as they are.
-    assert all(kind.path.copy is not None for kind in kinds) == (format is not None)
+    assert all(kind.path.format is not None for kind in kinds) == (format is not None)
     stream = placement_of(model).stream  # type: ignore[union-attr]
     assert (stream is None) == (resident == 3)

@@ -33,7 +33,6 @@ COMMANDS = {
         "inspect demo --output yaml": "--output",
         "inspect demo --memory much": "much",
         "inspect demo --context 100": "add --memory",
-        "quantize demo --bits 3 --to {tmp}/new": "8 and 4 bits",
         "chat {stories}": "has no chat template",
         "chat {stories} --template {tmp}/none.jinja": "cannot be read",
         "calibrate {stories} --draft none": "name drafts alone",
@@ -44,8 +43,6 @@ COMMANDS = {
         "calibrate {stories} --device nowhere": "nowhere",
         "verify {stories} --prompt-file {tmp}/blank.txt": "holds no prompt",
         "verify {stories} --prompt-file {tmp}/binary": "is not UTF-8 text",
-        "quantize {stories} --bits 4 --group-size 48 --to {tmp}/new": "group_size",
-        "quantize {stories} --texts 3 --to {tmp}/new": "serve 4 bits",
         "ablate": "there is nothing to study",
         "ablate {tmp}/no.toml": "no.toml cannot be read",
         "ablate --draft exits": "names no models",
@@ -70,7 +67,7 @@ COMMANDS = {
         "--draft skip-file:no.json": "no.json",
         "--draft auto:no.json": "selfspec calibrate",
         "--draft head:nowhere": "exit_head.safetensors",
-        "--draft int4:no.safetensors": "no.safetensors",
+        "--draft int4:no.safetensors": "write int4",
         "--nodes 8": "--nodes has no effect",
         "--draft exit:4 --nodes 0": "--nodes",
         "--draft exit:4 --nodes 5000": "at most 1024",
@@ -222,7 +219,7 @@ FOLDERS = [
     *("bench {model}", "ablate --model {model}"),
 ]
 FILES = [
-    *("train vocabulary {model} --text {text} --size 8", "calibrate {model}", "search {model}", "quantize {model}"),
+    *("train vocabulary {model} --text {text} --size 8", "calibrate {model}", "search {model}"),
 ]
 
 

@@ -106,12 +106,6 @@ def test_bench(said: Said, padded: str, place: Path) -> None:
 
 # What makes a draft, the model and the draft that it is for, and pieces of what it prints.
 MAKERS = [
-    (
-        "quantize {padded} --bits 4 --texts 2 --prompt-file {place}/prompts.jsonl",
-        "{padded} int4:{to}",
-        "--draft int4:{to}",
-    ),
-    ("quantize {padded} --bits 8", "{padded} int8:{to}", "--draft int8:{to}"),
     # It proves itself on random tokens, of which none pads.
     ("export {padded} --draft exit:3", "{padded} assistant:{to}", "{to}: exit:3, 3 layers|assistant_model"),
     ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),

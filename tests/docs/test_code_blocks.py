@@ -43,7 +43,7 @@ PAGES = [
 # Run on a model and examples of its own by tests/adapters/test_adapters.py.
 ELSEWHERE = {"docs/your_own_adapter.md"}
 # Commands that end within seconds on the embedded model: these run. Of the others every option and value is parsed.
-RUN = {"export", "generate", "inspect", "quantize"}
+RUN = {"export", "generate", "inspect"}
 # What commands that take minutes write, and others read.
 _WRITTEN = re.compile(r"auto|FASTER|HEADS?|skip\.json|profile\.json")
 # Languages of blocks that nobody runs: what was printed, and declarations.

@@ -24,13 +24,14 @@ from selfspec.control.profile import uncalibrated_draft
 from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.formats.format import Format
 from selfspec.formats.int4 import Int4, Int4Linear
 from selfspec.formats.int8 import Int8, Int8Linear
 from selfspec.formats.packed import PackedExperts, PackedLinear
 from selfspec.kernels import native
 from selfspec.measure.teacher_forced import DraftPath
 from selfspec.model.identity import fingerprint
-from selfspec.model.layer_path import LayerPath, Part, Sublayer, WeightCopy
+from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime import Runtime
@@ -40,7 +41,7 @@ from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.train.corpus import count_vocabulary, most_frequent
 from selfspec.tools.train.lesson import ExitHeads
 
-EIGHT, FOUR = WeightCopy(Int8()), WeightCopy(Int4())
+EIGHT, FOUR = Int8(), Int4()
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +195,14 @@ def test_substitutes_are_made_once_and_of_another_weight_again(model: PreTrained
     torch.testing.assert_close(third(torch.zeros(1, 64)), torch.ones(1, 96))
 
 
-@pytest.mark.parametrize("copied", [EIGHT, FOUR])
-def test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns(copied: WeightCopy) -> None:
+@pytest.mark.parametrize("format", [EIGHT, FOUR])
+def test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns(format: Format) -> None:
     torch.manual_seed(0)
     sizes = torch.randn(64).exp()
     layer, states = nn.Linear(64, 96, bias=False), torch.randn(3, 64) / sizes
     layer.weight.data *= sizes
     substitutes = Substitutes(head="head")
-    up, head = (substitutes.within(layer, name, copied) for name in ("up", "head"))
+    up, head = (substitutes.within(layer, name, format) for name in ("up", "head"))
     assert isinstance(up, PackedLinear)
     assert isinstance(head, PackedLinear)
     torch.testing.assert_close(up.factors, layer.weight.norm(dim=0) / layer.weight.norm(dim=0).mean())
@@ -226,17 +227,17 @@ def uncounted(layer: nn.Linear) -> None:
 @pytest.mark.parametrize(
     "make", [nn.Linear, lambda inputs, outputs: Conv1D(outputs, inputs)], ids=["linear", "columns"]
 )
-@pytest.mark.parametrize("copied", [EIGHT, FOUR])
-def test_a_substitute_follows_a_weight_that_changes_where_it_is(copied: WeightCopy, make: Any, change: Any) -> None:
+@pytest.mark.parametrize("format", [EIGHT, FOUR])
+def test_a_substitute_follows_a_weight_that_changes_where_it_is(format: Format, make: Any, change: Any) -> None:
     substitutes, layer = Substitutes(), make(64, 96)
-    first = substitutes.within(layer, "up", copied)
+    first = substitutes.within(layer, "up", format)
     states, bias = torch.randn(3, 64), layer.bias.detach().clone()
     torch.testing.assert_close(first(states), layer(states), rtol=0.2, atol=0.1)
     before = first(states) - bias
-    assert substitutes.unchanged([(layer, "up")], copied) == {"up"}
+    assert substitutes.unchanged([(layer, "up")], format) == {"up"}
     change(layer)
-    assert not substitutes.unchanged([(layer, "up")], copied)
-    assert substitutes.within(layer, "up", copied) is first
+    assert not substitutes.unchanged([(layer, "up")], format)
+    assert substitutes.within(layer, "up", format) is first
     torch.testing.assert_close(first(states) - bias, 2 * before)
     assert torch.equal(layer.bias, bias)
 
@@ -262,7 +263,7 @@ def test_recorded_drafts_follow_weights_that_change_where_they_are(name: str, ch
     spec = selfspec.wrap(stock, name, draft_length=3, runtime=runtime)
     spec.programs = GraphCache(spec.runtime, ticking())
     spec.generate(prompts, max_new_tokens=32, do_sample=False)
-    drafting = [kind for kind in spec.programs.proved if kind.path.copy is not None]
+    drafting = [kind for kind in spec.programs.proved if kind.path.format is not None]
     assert drafting
     for layer in stock.modules():
         if type(layer) is nn.Linear:
@@ -291,10 +292,10 @@ def test_a_model_made_in_inference_mode_drafts() -> None:
     assert_alike(spec, inputs=prompts, max_new_tokens=12, do_sample=False)
 
 
-@pytest.mark.parametrize("copied", [EIGHT, FOUR])
-def test_modules_that_look_at_a_weight_see_the_rounded_one(copied: WeightCopy) -> None:
+@pytest.mark.parametrize("format", [EIGHT, FOUR])
+def test_modules_that_look_at_a_weight_see_the_rounded_one(format: Format) -> None:
     layer = nn.Linear(64, 96)
-    substitute = Substitutes().within(layer, "read", copied)
+    substitute = Substitutes().within(layer, "read", format)
     weight = substitute.weight
     assert isinstance(weight, torch.Tensor)
     assert (weight.shape, weight.dtype, weight.device) == (layer.weight.shape, layer.weight.dtype, layer.weight.device)
@@ -316,21 +317,21 @@ def test_a_module_that_asks_for_a_dtype_has_no_weight_made_for_it(monkeypatch: p
 EXPERTS = {"mixtral": "mlp.experts", "gpt_oss": "mlp.experts", "nemotron_h": "mixer.experts"}
 
 
-@pytest.mark.parametrize("copied", [EIGHT, FOUR])
+@pytest.mark.parametrize("format", [EIGHT, FOUR])
 @pytest.mark.parametrize("model_type", EXPERTS)
 @torch.no_grad()
-def test_experts_give_what_they_gave(model_type: str, copied: WeightCopy) -> None:
+def test_experts_give_what_they_gave(model_type: str, format: Format) -> None:
     """Gated ones, ones with biases whose weights lie by columns, ones without a gate."""
     stock = shrunken(model_type, torch.float32, intermediate_size=64, moe_intermediate_size=64)
     experts = next(module for name, module in stock.named_modules() if name.endswith(EXPERTS[model_type]))
     for weight in experts.parameters():
         nn.init.normal_(weight, std=0.2)
-    substitute = Substitutes().within(experts, "experts", copied)
+    substitute = Substitutes().within(experts, "experts", format)
     assert isinstance(substitute, PackedExperts)
     shares = torch.rand(7, 4).softmax(-1)
     given = torch.randn(7, 32), shares.topk(2).indices, shares.topk(2).values
     wanted, found = experts(*given), substitute(*given)
-    assert 0 < (found - wanted).norm() / wanted.norm() < (0.03 if copied is EIGHT else 0.25)
+    assert 0 < (found - wanted).norm() / wanted.norm() < (0.03 if format is EIGHT else 0.25)
     assert substitute.nbytes < 0.3 * sum(weight.nbytes for weight in experts.parameters())
     # Nothing holds the weights themselves.
     assert not {id(weight) for weight in substitute.parameters()} & {id(weight) for weight in experts.parameters()}
@@ -378,7 +379,7 @@ def test_verification_resumes_where_substitutes_begin() -> None:
     assert selfspec.drafts.LowPrecision().path(5).resume_point is None
     assert min(selfspec.drafts.LowPrecision(fewer=EarlyExit(3)).path(5).skipped) == Sublayer(3, Part.ATTENTION)
     assert path.runs(Sublayer(3, Part.MLP))
-    assert LayerPath.full(5).copy is None
+    assert LayerPath.full(5).format is None
 
 
 def test_its_cost_is_that_of_the_bytes_it_reads(model: PreTrainedModel) -> None:

@@ -26,18 +26,14 @@ from helpers import tiny
 from helpers.saved_folders import rewrite
 from helpers.studies import profile_of
 from selfspec import Profile, errors
-from selfspec.draft import EarlyExit, ExitHead, LayerSkip, LowPrecision, ReducedVocabulary
+from selfspec.draft import EarlyExit, ExitHead, LayerSkip, ReducedVocabulary
 from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.files.json_text import parse_json
 from selfspec.files.writing import check_output_folder, whole, write_json, write_sealed, writing
-from selfspec.formats.format import formats
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
 from selfspec.model.identity import fingerprint
-from selfspec.model.layer_path import WeightCopy
-from selfspec.model.substitute_file import SubstituteFile
-from selfspec.model.substitutes import Substitutes
 from selfspec.recipe import Recipe
 from selfspec.tools.lab.outputs import check_output_file, whole_folder
 from selfspec.tools.lab.runs import FILE as RUNS
@@ -73,19 +69,6 @@ class Kind:
     def make(self, folder: Path) -> Path:
         self.write(folder / self.name)
         return folder / self.name
-
-
-def _substitutes(bits: int) -> Kind:
-    def read(file: Path) -> object:
-        substitutes = Substitutes()
-        substitutes.load(SubstituteFile(file), WeightCopy(formats()[f"int{bits}"]()), _model())
-        draft = LowPrecision.from_file(file)
-        made = [each.substitute for each in substitutes._made.values() if each.substitute is not None]
-        return [draft.format, draft.layers, draft.head_too], _values(
-            {f"{number}.{name}": part for number, each in enumerate(made) for name, part in each.named_parameters()}
-        )
-
-    return Kind("made.safetensors", lambda file: LowPrecision(bits).save(file, _model()), read, errors.DraftConfigError)
 
 
 def _values(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
@@ -133,8 +116,6 @@ def _read_training(file: Path) -> object:
 
 
 KINDS: dict[str, Kind] = {
-    "int8": _substitutes(8),
-    "int4": _substitutes(4),
     "exit head": Kind(EXIT_HEADS, _write_exit_head, _read_exit_head, errors.ExitHeadError),
     "skip set": Kind("skip.json", _write_skip_set, LayerSkip.from_file, errors.DraftConfigError),
     "vocabulary": Kind(
@@ -160,7 +141,7 @@ KINDS: dict[str, Kind] = {
         errors.TrainingError,
     ),
 }
-OF_TENSORS = ("int8", "int4", "exit head")
+OF_TENSORS = ("exit head",)
 FLIPS = (0x01, 0x10, 0x80)
 
 

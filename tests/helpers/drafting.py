@@ -149,9 +149,6 @@ class Altered(Drafter):
     def check_model(self, *given: Any) -> None:
         self.drafter.check_model(*given)
 
-    def prepare(self, *given: Any) -> None:
-        self.drafter.prepare(*given)
-
     def cost(self, *given: Any) -> float:
         return self.drafter.cost(*given)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from helpers.reference import with_layers
 from helpers.saved_folders import PROMPTS
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.draft import EarlyExit, LayerSkip, LowPrecision, ReducedVocabulary
+from selfspec.draft import EarlyExit, LayerSkip, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.measure import acceptance
@@ -135,16 +133,6 @@ def test_the_model_accepts_its_own_text_as_its_own(llama: PreTrainedModel) -> No
 def test_a_draft_that_does_not_fit_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(DraftConfigError, match="out of range"):
         first_steps(llama, find_adapter(llama), {"x": EarlyExit(9)}, [Continuation(tiny.prompt(4))])
-
-
-def test_substitutes_of_a_file_are_the_files(tmp_path: Path) -> None:
-    model = tiny.llama(hidden_size=64, intermediate_size=128, dtype=torch.float32)
-    adapter, text = find_adapter(model), tiny.prompt(20)
-    LowPrecision(4, group_size=64).save(tmp_path / "m4", model, texts=[tiny.prompt(64, 8)])
-    drafts = {"file": LowPrecision.from_file(tmp_path / "m4"), "made": LowPrecision(4, group_size=64)}
-    texts = [Continuation(text)]
-    apart = [first_steps(model, adapter, {name: draft}, texts, 1.0)[name] for name, draft in drafts.items()]
-    assert acceptance_rate(apart[0]).value != acceptance_rate(apart[1]).value
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def noted_launches(architecture: str, draft: str, layers: int, rows: int) -> dic
     def note(function: PassFunction, tensors: tuple[Tensor, ...], _: object) -> Function:
         noted = noted_pass(function, tensors, function.masks(tensors))
         path = function.kind.path
-        found[str(path.copy)] = list(launches(fused.fused(noted, torch.device("cpu"))))
+        found[str(path.format)] = list(launches(fused.fused(noted, torch.device("cpu"))))
         return function
 
     def products(states: Tensor, weights: list[Tensor], *_: object) -> Tensor:

@@ -21,7 +21,6 @@ from selfspec.files.json_text import parse_json
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
 from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.layer_path import WeightCopy
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 
@@ -286,7 +285,7 @@ def linear_layers(weights: Mapping[str, Tensor], format: Format | None = None) -
             layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
             layer.load_state_dict({"weight": weight, **({} if bias is None else {"bias": bias})}, assign=True)
             layers[path.replace(".", "/")] = layer.requires_grad_(False)
-    return layers if format is None else Substitutes().within(layers, "", WeightCopy(format))
+    return layers if format is None else Substitutes().within(layers, "", format)
 
 
 SCALE = "_scale_inv"

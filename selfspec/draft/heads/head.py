@@ -17,7 +17,6 @@ from selfspec.errors import DraftConfigError, HeadError
 from selfspec.formats.format import Format
 from selfspec.model.early_head import spread
 from selfspec.model.identity import weight_of
-from selfspec.model.layer_path import WeightCopy
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.tensor_parallel import check_on_one_process
@@ -48,18 +47,17 @@ class Head:
     tokens: Tensor | None  # ids that it can draft, in the order of its logits; None: all
     masked: Tensor | None = None  # input of its layers in the place of an unknown token, `[input]`; None: it reads none
     passes_on: Literal["made", "read"] = "made"  # states that the module behind it reads: it made them, or it read them
-    copy: WeightCopy | None = None  # of its weights, for its linear layers; None: they have the dtype of the target
+    format: Format | None = None  # of its linear layers; None: they have the dtype of the target
 
     def packed(self, format: Format, substitutes: Substitutes) -> Head:
         """Return a copy with linear layers packed in a format; `substitutes` share one copy of the target's head."""
-        copy = WeightCopy(format)
         fusion, layers = (
-            substitutes.within(module, name, copy)
+            substitutes.within(module, name, format)
             for name, module in (("fusion", self.fusion), ("layers", self.layers))
         )
         assert isinstance(fusion, Fusion)
         assert isinstance(layers, PreTrainedModel)
-        return replace(self, fusion=fusion, layers=layers, copy=copy)
+        return replace(self, fusion=fusion, layers=layers, format=format)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
         """Spread logits of the ids it can draft over the target's, `[rows, tokens, vocabulary]`; others get -inf."""

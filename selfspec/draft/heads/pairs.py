@@ -85,7 +85,7 @@ class PairProposer(ModelProposer, FeatureProposer):
         super().__init__(rows, runner, [module for head in heads for module in (head.fusion, head.layers)])
         self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
         self._points = drafter.read_points(target.model, target.depth)
-        self._path = LayerPath(runner.depth, copy=head.copy)
+        self._path = LayerPath(runner.depth, format=head.format)
         self._waiting: list[_Waiting | None] = [None] * len(self._rows)
         # The head's states of the nodes read so far, that of the last committed token first, `[rows, nodes, hidden]`.
         self._states: Tensor | None = None

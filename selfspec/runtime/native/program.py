@@ -67,7 +67,7 @@ class Native(Runtime):
         return with_kernel(model, _NAME, _can_be_recorded)
 
     def agree(self, kind: PassKind, given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-        if kind.path.copy is None:
+        if kind.path.format is None:
             return close(given, expected)
         # A sum that differs in its last bit may round an input of the next product to the level beside it, and a model
         # with outliers makes percents of that. It is a draft, which the target judges.

@@ -295,7 +295,7 @@ def test_columns_of_unlike_size_keep_their_program(draft: str) -> None:
             layer.input_layernorm.weight /= sizes
             for name in ("q_proj", "k_proj", "v_proj"):
                 layer.self_attn.get_submodule(name).weight *= sizes
-    assert {kind.path.copy is not None for kind in proved_of(model, DRAFTS[draft])} == {True, False}
+    assert {kind.path.format is not None for kind in proved_of(model, DRAFTS[draft])} == {True, False}
 
 
 def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +309,8 @@ def test_a_draft_whose_inputs_round_to_other_levels_keeps_its_program(monkeypatc
     spec = wrapped(built("llama"), Native(after=0), selfspec.drafts.LowPrecision())
     spec.generate(tiny.prompt(PROMPT, vocabulary=64), max_new_tokens=NEW, do_sample=False)
     # The target's own passes are not let off.
-    assert {kind.path.copy is not None for kind in spec.programs.proved} == {True}
-    assert {kind.path.copy is not None for kind in spec.programs.refusals} == {False}
+    assert {kind.path.format is not None for kind in spec.programs.proved} == {True}
+    assert {kind.path.format is not None for kind in spec.programs.refusals} == {False}
 
 
 WEIGHT = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
