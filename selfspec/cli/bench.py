@@ -312,16 +312,11 @@ def _measure(
 
 def _within(model: ModelOptions, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:
     """The model within a budget, with room for the longest texts of the largest batch."""
-    from selfspec.draft import Drafter
     from selfspec.measure.checkpoint import Checkpoint
     from selfspec.model.checkpoint import load_tokenizer
 
-    drafts = [read_draft(spec.draft or "none") for spec in specs if spec.own]
-    named = [draft for draft in drafts if isinstance(draft, Drafter)]
-    if any(draft is not None and not isinstance(draft, Drafter) for draft in drafts):
-        raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name another --draft")
     # Of whole prompts nothing is known: then there is room for as many tokens as `load` makes by itself.
     room = None if cells.context is None else max(cells.batch) * (max(cells.context) + cells.max_new_tokens)
     tokenizer = load_tokenizer(model.place)
-    spec = load_within(model, MemoryOptions(memory=memory, context=room), one_draft_in_fewer_bits(named))
-    return Checkpoint(spec.model, tokenizer)
+    draft = one_draft_in_fewer_bits([read_draft(spec.draft or "none") for spec in specs if spec.own])
+    return Checkpoint(load_within(model, MemoryOptions(memory=memory, context=room), draft).model, tokenizer)

@@ -168,27 +168,32 @@ def load_within(
     assert budget.memory is not None
     if not isinstance(draft, Drafter | bool | None):
         raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name another --draft")
-    device = None if model.device == "auto" else model.device
     return load(
         model.place,
         budget.memory,
         weights=model.weights,
-        device=device,
+        device=None if model.device == "auto" else model.device,
         dtype=model.dtype,
         draft=draft or False,
         context=budget.context,
     )
 
 
-def one_draft_in_fewer_bits(drafts: Sequence[Drafter]) -> Drafter | bool:
+def one_draft_in_fewer_bits(drafts: Sequence[Drafter | Profile | str | None]) -> Drafter | Profile | str | bool:
     """Return a draft that a model is loaded for within a budget, so that all of these can draft; False: any will do.
 
     Raises:
         DraftConfigError: two need copies in different formats.
     """
+    from selfspec.draft import Drafter
     from selfspec.placement.drafts import format_of
 
-    in_formats = {name: draft for draft in drafts if (name := format_of(draft)) is not None}
+    # `load_within` refuses profiles.
+    profile = next((draft for draft in drafts if not isinstance(draft, Drafter | None)), None)
+    if profile is not None:
+        return profile
+    named = [draft for draft in drafts if isinstance(draft, Drafter)]
+    in_formats = {name: draft for draft in named if (name := format_of(draft)) is not None}
     if len(in_formats) > 1:
         raise DraftConfigError(
             "within a budget rounded copies are made once: name drafts in one format, not in "

@@ -111,11 +111,8 @@ def verify(
         checkpoint = model.load()
         check_reads_text(checkpoint.model)
     else:
-        named_drafts = [each for each in drafts if isinstance(each, Drafter)]
-        if len(named_drafts) < len(drafts):
-            raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name the drafts")
         tokenizer = load_tokenizer(model.place)
-        spec = load_within(model, budget, True if named is None else one_draft_in_fewer_bits(named_drafts))
+        spec = load_within(model, budget, True if named is None else one_draft_in_fewer_bits(drafts))
         checkpoint = Checkpoint(spec.model, tokenizer)
         if named is None and isinstance(spec.draft, Drafter):
             drafts = [spec.draft, *drafts]

@@ -135,7 +135,7 @@ COMMANDS = {
         "--samples 10": "--samples",
         "--seed -1": "from 0 to 2**63 - 1",
         "--memory 64GiB --draft int4 --draft int8": "in one format, not in int4 and int8",
-        "--memory 64GiB --draft auto": "name the drafts",
+        "--memory 64GiB --draft auto": "name another --draft",
     },
     "train layerskip {stories} --text {text} --to {tmp}/new": {
         "--exits '2;3'": "--exits",
