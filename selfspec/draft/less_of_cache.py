@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
 from selfspec.cache.masks import all_layers_slide
-from selfspec.cache.view import CHUNK, CacheView, Window
+from selfspec.cache.view import CHUNK, WHOLE, CacheView, Window
 from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError
@@ -27,9 +27,10 @@ LONG = 1024
 class OverLessOfCache(AroundLayerPath):
     """Runs another path drafter, whose steps read less than the whole cache."""
 
+    @property
     @abstractmethod
-    def less(self, view: CacheView) -> CacheView:
-        """Narrow a view of the cache; raise DraftConfigError if it is narrowed in this way already."""
+    def view(self) -> CacheView:
+        """What draft steps attend to."""
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverLessOfCache:
@@ -44,7 +45,9 @@ class OverLessOfCache(AroundLayerPath):
 
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
-        return replace(path, view=self.less(path.view))
+        if path.view != WHOLE:
+            raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
+        return replace(path, view=self.view)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
@@ -53,12 +56,6 @@ class OverLessOfCache(AroundLayerPath):
                 f"{type(model).__name__} makes its masks itself, so that a draft cannot read less of its cache; draft "
                 f"with {self.draft_with.spelling or 'the same drafter'} alone"
             )
-
-
-def _all_tokens(view: CacheView) -> CacheView:
-    if view.window is not None or view.top_keys is not None:
-        raise DraftConfigError("a draft attends to one part of the cache; write one of +window and +top, once")
-    return view
 
 
 LEAST = 4 * CHUNK
@@ -95,8 +92,9 @@ class TopOfCache(OverLessOfCache):
         before = self.draft_with.spelling
         return None if before is None else f"{before}+top:{self.keys}"
 
-    def less(self, view: CacheView) -> CacheView:
-        return replace(_all_tokens(view), top_keys=self.keys)
+    @property
+    def view(self) -> CacheView:
+        return CacheView(top_keys=self.keys)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)
@@ -144,5 +142,6 @@ class CacheWindow(OverLessOfCache):
         before = self.draft_with.spelling
         return None if self.sinks != SINKS or before is None else f"{before}+window:{self.recent}"
 
-    def less(self, view: CacheView) -> CacheView:
-        return replace(_all_tokens(view), window=Window(self.recent, self.sinks))
+    @property
+    def view(self) -> CacheView:
+        return CacheView(window=Window(self.recent, self.sinks))
