@@ -377,7 +377,7 @@ def test_memory_is_not_used_again_before_a_wait() -> None:
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 # Models this small say one thing for ever.
 UNLIKE: dict[str, Any] = {**GREEDY, "repetition_penalty": 3.0}
-BESIDE = {name: DRAFTS[name] for name in ("plain", "exit", "sublayers", "int8", "8-bit cache")}
+BESIDE = {name: DRAFTS[name] for name in ("plain", "exit", "sublayers", "int8")}
 BESIDE["recycle"] = selfspec.drafts.Recycling()
 
 
