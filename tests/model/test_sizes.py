@@ -33,12 +33,9 @@ TOKEN = 2 * 2 * 8 * 4
         (selfspec.drafts.LayerSkip(attention=[1], mlp=[2]).path(4), 3 * 100),
         (LayerPath(4, view=CacheView(Window(20, 4))), 4 * 24),
         (LayerPath(4, view=CacheView(Window(200, 4))), 4 * 100),
-        # A quarter of the numbers, and a scale and a least number for each eight.
-        (LayerPath(4, view=CacheView(bits=8)), 4 * 100 * (0.25 + 0.25)),
-        (LayerPath(4, view=CacheView(Window(20, 4), bits=4)), 4 * 24 * (0.125 + 0.25)),
     ],
 )
-def test_a_pass_reads_what_its_path_attends_to(path: LayerPath, tokens: float) -> None:
+def test_a_pass_reads_what_its_path_attends_to(path: LayerPath, tokens: int) -> None:
     assert cache_bytes_read(tiny.llama().config, torch.float32, path, [100]) == tokens * TOKEN
 
 
