@@ -133,8 +133,10 @@ class Control(ABC):
         """Make the controller of one generation, given costs measured or estimated for model and draft."""
 
     def begin_by_load(self, costs: CostsByRows) -> Controller:
-        """Make the controller of a batch whose rows come and go, and are never kept in lockstep."""
-        return self.begin(costs)
+        """Make the controller of a batch whose rows come and go: none is apart, and none is kept in lockstep."""
+        controller = self.begin(costs)
+        controller.rows_apart = False
+        return controller
 
 
 def check_length(length: int) -> None:

@@ -91,7 +91,7 @@ class CostAwareController(Controller):
         self._prospects = Prospects(self._costs, most.depth)
         self._acceptance = AcceptanceModel()
         self._model = self._gain(MODEL)
-        self._in_step = True
+        self._in_step = progress is BatchProgress
         self._committed, self._with_dropped = progress(), progress()
         self._rounds = 0
         self._at_once = self._model_at_once = 0.0

@@ -8,12 +8,9 @@ on the verdict on the next draft.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from math import sqrt
 from statistics import median
-
-from selfspec.control.controller import Controller
-from selfspec.draft.draft import Budget, Draft, RowVerdict
 
 # In the first comparison: plain rounds and rounds with drafts in a pair of turns, and the pairs. Passes get faster once
 # they are recorded, after some thirty of a kind, so many plain rounds are needed to know what drafts must beat.
@@ -116,52 +113,3 @@ class LoadGate:
             plain_below = any(load.better is False for smaller, load in self._loads.items() if smaller < size)
             self._loads[size] = _Load(False if plain_below else None)
         return self._loads[size]
-
-
-# Decisions about a draft, once the round may have one.
-_LEFT_TO_INNER = (
-    "tries",
-    "prefers",
-    "price",
-    "round_cost",
-    "shape",
-    "look_up_length",
-    "predicted_length",
-    "goes_on",
-    "learn_prompt",
-)
-
-
-class ControllerByLoad(Controller):
-    """Decides for batches whose rows come and go, of up to `most_rows`: `gate` whether to draft, `inner` how long.
-
-    While it `predicts`, since a row has a prediction, neither stops drafts.
-    """
-
-    def __init__(self, inner: Controller, gate: LoadGate | None = None, most_rows: int | None = None) -> None:
-        super().__init__(inner.most)
-        self._inner = inner
-        self._gate = gate
-        self.most_rows = most_rows
-        self._opened = self.predicts = False
-        for name in _LEFT_TO_INNER:
-            setattr(self, name, getattr(inner, name))
-
-    def budget(self, remaining: int, unfinished: Sequence[bool]) -> Budget:
-        rows = len(unfinished)
-        within = self.most_rows is None or rows <= self.most_rows
-        self._opened = self.predicts or (within and (self._gate is None or self._gate.opens(rows)))
-        return self._inner.budget(remaining, unfinished) if self._opened else Budget.chain(0)
-
-    def timed(self, rows: int, tokens: int, seconds: float) -> None:
-        """Count the last budget's round: its seconds, and the tokens that its rows committed."""
-        within = self.most_rows is None or rows <= self.most_rows
-        if self._gate is not None and within and not self.predicts:
-            self._gate.count(rows, tokens, seconds)
-
-    def keeps_lockstep(self) -> bool:
-        return False
-
-    def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
-        if self._opened:
-            self._inner.learn(draft, rows)

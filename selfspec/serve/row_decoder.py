@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from selfspec.accept import default_rule
 from selfspec.arguments import shown
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.control.controller import Controller
 from selfspec.decode.batch import Batch
 from selfspec.decode.generation import JoiningRows
 from selfspec.decode.group import Group
@@ -21,13 +22,14 @@ from selfspec.decode.noise import Noise
 from selfspec.decode.output import Round, ScoreRecords, Stats
 from selfspec.decode.request import read_request
 from selfspec.decode.stopping import Sequences
+from selfspec.draft.draft import Budget
 from selfspec.draft.drafter import OwnBytes
 from selfspec.errors import UnsupportedOptionError
 from selfspec.model.identity import vocabulary_size
 from selfspec.model.positions import boundaries, tables_of
 from selfspec.model.tensor_parallel import check_on_one_process
 from selfspec.runtime.runner import ModelRunner, runner_for
-from selfspec.serve.by_load import ControllerByLoad, LoadGate
+from selfspec.serve.by_load import LoadGate
 from selfspec.serve.events import TokenLogprobs
 from selfspec.serve.row_request import RowRequest
 
@@ -110,10 +112,8 @@ class RowDecoder:
             )
         self._target = target
         self._drafting = rows.drafting
-        self._controllers = {
-            greedy: ControllerByLoad(each.controller, LoadGate() if each.yields_to_load else None, each.most_rows)
-            for greedy, each in rows.drafting.items()
-        }
+        self._gates = {greedy: LoadGate() if each.yields_to_load else None for greedy, each in rows.drafting.items()}
+        self._plain = Controller(Budget.chain(0))
         self._rule, self._check = rows.rule, rows.check
         self._config = target.model.config.get_text_config(decoder=True)
         self.context: int = getattr(self._config, "max_position_embeddings", None) or _NO_CONTEXT
@@ -215,7 +215,7 @@ class RowDecoder:
             cache=cache,
             groups=[row],
             noise=row.noise,
-            controller=self._controllers[row.sampling.greedy],
+            controller=self._drafting[row.sampling.greedy].controller,
             last_tokens=torch.tensor([text[-1:]], dtype=torch.long, device=self._device),
             memories=self._target.memories,
             programs=self._target.programs,
@@ -241,16 +241,21 @@ class RowDecoder:
         """Run a round of a batch with room for it, and return the tokens that each row committed."""
         greedy = sum(group.sampling.greedy for group in batch.groups)
         mostly = 2 * greedy >= len(batch.groups)
-        drafter, controller = self._drafting[mostly].drafter, self._controllers[mostly]
-        batch.controller = controller
-        controller.predicts = any(any(group.predictions) for group in batch.groups)
+        drafting, rows = self._drafting[mostly], len(batch.running)
+        predicts = any(any(group.predictions) for group in batch.groups)
+        few = drafting.most_rows is None or rows <= drafting.most_rows
+        # Nothing stops drafts while a row has a prediction.
+        gate = self._gates[mostly] if few and not predicts else None
+        drafts = predicts or (few and (gate is None or gate.opens(rows)))
+        batch.controller = drafting.controller if drafts else self._plain
         rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
         drafted, began = self.stats.drafted, time.perf_counter()
-        proposer = None if drafter is None else batch.proposers[id(drafter)]
+        proposer = None if drafting.drafter is None else batch.proposers[id(drafting.drafter)]
         committed = run_round(batch, proposer, rule, self.stats, self._clock)
         tokens = sum(len(row.tokens) for row in committed.rows)
         self.plain_rounds += self.stats.drafted == drafted
-        controller.timed(len(committed.rows), tokens, time.perf_counter() - began)
+        if gate is not None:
+            gate.count(rows, tokens, time.perf_counter() - began)
         return committed
 
     @torch.no_grad()

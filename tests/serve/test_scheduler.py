@@ -25,10 +25,9 @@ from helpers.published_heads import with_head
 from helpers.serving import Asked, Seen, Stepped, alone, check_mix, random_requests, small
 from helpers.shrunken import shrunken
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.control import Controller
 from selfspec.control.costs import Costs
-from selfspec.draft.draft import Budget, Draft
-from selfspec.serve.by_load import ControllerByLoad, LoadGate
+from selfspec.draft.draft import Draft
+from selfspec.serve.by_load import LoadGate
 from selfspec.serve.cache_budget import CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed
 from selfspec.serve.row_decoder import CacheSizes
@@ -487,25 +486,25 @@ def test_a_single_row_is_left_to_the_control() -> None:
     assert all(run(gate, 1, 300, lambda drafts: 9.0 if drafts else 1.0))
 
 
-def test_a_controller_by_load_drafts_within_its_rows_and_never_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, learned = Controller(Budget.chain(5)), []
-    monkeypatch.setattr(inner, "learn", lambda draft, rows: learned.append(rows))
-    monkeypatch.setattr(inner, "keeps_lockstep", lambda: True)
-    controller = ControllerByLoad(inner, None, most_rows=4)
-    draft = Draft.chain(torch.zeros(1, 0, dtype=torch.long))
-    assert controller.budget(9, [True] * 4) == Budget.chain(5)
-    controller.learn(draft, [outcome(0, 0, 1)])
-    assert controller.budget(9, [True] * 5) == Budget.chain(0)
-    controller.learn(draft, [outcome(0, 0, 1)])
-    assert len(learned) == 1
-    assert not controller.keeps_lockstep()
+def test_only_as_many_rows_as_pay_have_drafts(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
+    decoder = engine._decoder
+    decoder._drafting = {greedy: replace(each, most_rows=2) for greedy, each in decoder._drafting.items()}
+    for rows in (3, 2):
+        before = engine.scheduler.stats()
+        seen = [engine.submit(RowRequest(text_of(4, number), 12, ENDLESS)) for number in range(rows)]
+        engine.run()
+        after = engine.scheduler.stats()
+        assert (after.drafted == before.drafted) == (after.plain_rounds - before.plain_rounds == 12) == (rows == 3)
+        assert {len(each.tokens) for each in seen} == {12}
 
 
 def test_rows_that_come_and_go_are_judged_by_what_they_gain_on_average() -> None:
     costs = Costs(draft=0.1, widening=0.01)
     controller = selfspec.CostAware().begin_by_load(costs)
     together = selfspec.CostAware().begin(costs)
-    assert not ControllerByLoad(controller).keeps_lockstep()
+    assert together.keeps_lockstep()
+    assert not controller.keeps_lockstep()
 
     draft = Draft.chain(torch.zeros(4, 3, dtype=torch.long), steps=3)
     # Three rows accept all, and the fourth nothing: in one generation it ends the batch.
