@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import regex
+from transformers.utils.chat_parsing import ResponseParser
 
 
 class Marks(NamedTuple):
@@ -57,43 +58,24 @@ class ThoughtReader:
 
     def __init__(self, thoughts: Thoughts) -> None:
         marks = thoughts.marks
-        self._begin, self._end, self._lead = (
-            regex.compile(rf"\s*+(?:{'|'.join(map(regex.escape, each)) or '(?!)'})")
-            for each in ((marks.begin,), (marks.end,), marks.lead)
-        )
-        self._leads = True
-        # None: it has said nothing yet.
-        self._thinks = True if thoughts.begun else None
-        self._held = ""
-        # White space is left out until something else comes.
-        self._blank = thoughts.begun
+        begin, end, *leads = map(regex.escape, (marks.begin, marks.end, *marks.lead))
+        fields = {
+            "thought": {"open_pattern": rf"\A\s*{begin}\s*", "close_pattern": rf"\s*{end}\s*"},
+            # Nothing is in it.
+            "lead": {
+                "open_pattern": rf"(?:\A\s*|(?<={end}\s*))(?:{'|'.join(leads) or '(?!)'})\s*",
+                "close_pattern": r"(?=.|\Z)",
+            },
+            "said": {},
+        }
+        template = {"start_anchor": "\0", "fields": fields}
+        self._parser = ResponseParser(template, prefix=marks.begin if thoughts.begun else "")
 
     def push(self, text: str, ended: bool = False) -> Parted:
         """Take text, the last if it has `ended`."""
-        self._held += text
-        thought = ""
-        if self._thinks is None:
-            found = self._begin.match(self._held, partial=not ended)
-            if found is not None and found.partial:
-                return Parted("", "")
-            self._thinks = self._blank = found is not None
-            self._held = self._held[0 if found is None else found.end() :]
-        if self._thinks:
-            found = self._end.search(self._held, partial=not ended)
-            cut = len(self._held) if found is None else found.start()
-            thought, self._held = self._shown(self._held[:cut]), self._held[cut:]
-            if found is None or found.partial:
-                return Parted(thought, "")
-            self._thinks, self._blank, self._held = False, True, self._held[found.end() - cut :]
-        if self._leads:
-            found = self._lead.match(self._held, partial=not ended)
-            if found is not None and found.partial:
-                return Parted(thought, "")
-            self._leads, self._held = False, self._held[0 if found is None else found.end() :]
-        said, self._held = self._held, ""
-        return Parted(thought, self._shown(said))
-
-    def _shown(self, text: str) -> str:
-        text = text.lstrip() if self._blank else text
-        self._blank = self._blank and not text
-        return text
+        events = [*self._parser.feed(text), *(self._parser.finalize()[1] if ended else ())]
+        new = {"thought": "", "said": ""}
+        for each in events:
+            if each["type"] == "region_chunk":
+                new[each["field"]] += each["text"]
+        return Parted(**new)
