@@ -170,7 +170,6 @@ _FEATURES: dict[str, Callable[[Server], bool]] = {
         s.ask("/v1/responses", input="Hi", max_output_tokens=16, stream=False)["object"] == "response"
     ),
     "`/v1/messages`": lambda s: s.ask("/v1/messages", messages=_HELLO, max_tokens=8)["type"] == "message",
-    "`/tokenize`": lambda s: len(s.ask("/tokenize", prompt="One two")["tokens"]) > 1,
     "`/metrics`": lambda s: "# TYPE" in s.ask("/metrics"),
     "`/health`": lambda s: s.ask("/health") is not None,
 }

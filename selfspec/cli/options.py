@@ -16,7 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 from selfspec.cli.outcome import Result, print_json
-from selfspec.errors import DraftConfigError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.settings import Option as Described
 
@@ -398,8 +398,9 @@ Template = Annotated[
 
 def read_template(file: Path | None) -> str | None:
     """Read the file of a chat template, where there is one."""
-    if file is None:
-        return None
-    from selfspec.serve.chat.template import read_template as read
-
-    return read(file)
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise CheckpointError(f"--template {file} is not UTF-8 text ({error}); convert it first") from error
+    except OSError as error:
+        raise CheckpointError(f"--template {file} cannot be read: {error.strerror or error}") from error

@@ -25,8 +25,13 @@ class Address:
     host: Annotated[str, typer.Option(help="Listen on this address; by default, only for this machine.")] = _LOCAL
     port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on port N; 0: on any free port.")] = 8000
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="SELFSPEC_API_KEY", help="Take only requests with this key.", show_envvar=True),
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="SELFSPEC_API_KEY",
+            help="Take only requests with this key; may be repeated.",
+            show_envvar=True,
+        ),
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the model in requests; by default, MODEL as given.")] = None
     alias: Annotated[
@@ -116,11 +121,10 @@ def serve(
             raise UnsupportedOptionError(
                 f"serving needs {library}, which is not installed; run: pip install 'selfspec[serve]'"
             )
-    if address.api_key == "":
+    keys = address.api_key or ()
+    if "" in keys:
         raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
-    if address.api_key is not None and not (
-        address.api_key.isascii() and address.api_key.isprintable() and " " not in address.api_key
-    ):
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise UnsupportedOptionError("--api-key has spaces, or characters that no header holds; use ASCII without them")
     source = read_template(template)
     drafting.check(model, budget)
@@ -163,9 +167,9 @@ def serve(
         )
         local = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
         # A proxy keeps the name that it was asked by, and a page does not know the key.
-        open_here = local and address.api_key is None
+        open_here = local and not keys
         hosts = ["localhost", "127.0.0.1", "[::1]", address.host] if open_here else ["*"]
-        app = create_app(served, address.api_key, bounds.stop_seconds, address.cors or (), hosts)
+        app = create_app(served, keys, bounds.stop_seconds, address.cors or (), hosts)
         port = bound.getsockname()[1]
         url = f"http://{f'[{address.host}]' if ':' in address.host else address.host}:{port}"
 
@@ -176,7 +180,7 @@ def serve(
             said = [f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops"]
             if served.template is None:
                 said.append("note: there is no chat template; --template FILE gives one")
-            if address.api_key is None and not local:
+            if not keys and not local:
                 said.append("note: anyone who reaches this address may ask; --api-key KEY asks for a key")
             # A full disk behind stderr stops no server.
             with suppress(OSError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,22 +15,6 @@ from selfspec.arguments import check_scores
 from selfspec.decode.stopping import Prefixes, first_end
 from selfspec.errors import UnsupportedOptionError
 from selfspec.runtime.request import Choice
-
-
-class LogitBias(LogitsProcessor):
-    """Adds biases, by token id, to the logits of some tokens at every place."""
-
-    stateless = True
-
-    def __init__(self, biases: Mapping[int, float]) -> None:
-        self._tokens = torch.tensor(list(biases))
-        self._biases = torch.tensor(list(biases.values()))
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores, `[rows, vocab]`, with the biases added."""
-        biased = scores.clone()
-        biased[:, self._tokens.to(scores.device)] += self._biases.to(scores)
-        return biased
 
 
 class Suppression(LogitsProcessor):
@@ -236,7 +220,6 @@ _WARPERS = frozenset(
         generation.TopKLogitsWarper,
         generation.TopPLogitsWarper,
         generation.TypicalLogitsWarper,
-        LogitBias,
         Suppression,
     }
 )

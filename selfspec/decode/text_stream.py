@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class TextStream:
         ends = [0]
         for count in range(1, len(self._ids) - self._given):
             # Compare the text of the tokens up to this one with the whole, as far as they agree.
-            alike = takewhile(lambda pair: pair[0] == pair[1], zip(self._fresh(count), fresh, strict=False))
-            ends.append(max(ends[-1], sum(1 for _ in alike)))
+            ends.append(max(ends[-1], shared_length(self._fresh(count), fresh)))
         texts = [fresh[start:end] for start, end in pairwise([*ends, len(fresh)])]
         if self._given == len(self._ids):
             return []
@@ -107,3 +106,12 @@ def continuation(
     if not whole.startswith(known):
         known = known.rstrip(_REPLACEMENT)
     return whole[len(known) :]
+
+
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count what two texts, or two lists or tuples of tokens, both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low

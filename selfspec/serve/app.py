@@ -26,13 +26,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.serve.api_error import ApiError, unknown_model
 from selfspec.serve.client_limits import ClientPace, PacedServer
 from selfspec.serve.endpoints.chat_completions import answer_as, chat
-from selfspec.serve.endpoints.completions import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    complete,
-    detokenize,
-    tokenize,
-)
+from selfspec.serve.endpoints.completions import complete
 from selfspec.serve.endpoints.messages import CountRequest, MessagesRequest, count_tokens
 from selfspec.serve.endpoints.ollama import OllamaChat, OllamaGenerate, ShowRequest, listings, ollama, show
 from selfspec.serve.endpoints.responses import ResponsesRequest, respond
@@ -70,22 +64,21 @@ _DOORS = (
     _Door("/api/chat", "Answer messages, as Ollama's clients ask", OllamaChat, ollama),
     _Door("/api/generate", "Answer a prompt, as Ollama's clients ask", OllamaGenerate, ollama),
     _Door("/api/show", "Describe the model, as Ollama's clients ask", ShowRequest, show),
-    _Door("/tokenize", "Text or messages to tokens, as vLLM's clients ask", TokenizeRequest, tokenize),
-    _Door("/detokenize", "Tokens to text", DetokenizeRequest, detokenize),
 )
 
 
 def create_app(
     served: Served,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     stop_seconds: float | None = 30.0,
     origins: Sequence[str] = (),
     hosts: Sequence[str] = ("*",),
 ) -> FastAPI:
     """Make the application, whose engine starts and stops with it and ends running rows after `stop_seconds`.
 
-    Requests below /v1 need `api_key`, if there is one; scripts of pages of `origins` ("*": of any) may ask. Requests to
-    others than `hosts`, by their header, are refused: a page of any site may be told that its own name is this machine.
+    Requests below /v1 and /api need one of `api_keys`, if there are any; scripts of pages of `origins` ("*": of any)
+    may ask. Requests to others than `hosts`, by their header, are refused: a page of any site may be told that its own
+    name is this machine.
     """
 
     @asynccontextmanager
@@ -133,7 +126,7 @@ def create_app(
 
     app.openapi = openapi  # type: ignore[method-assign]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    app.add_middleware(ClientPace, limits=served.limits, api_key=api_key)
+    app.add_middleware(ClientPace, limits=served.limits, api_keys=api_keys)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestLog, responded=served.metrics.responded)

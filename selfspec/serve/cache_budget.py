@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selfspec.cache.shared_cache import SharedCache
+from selfspec.decode.text_stream import shared_length
 from selfspec.serve.row_decoder import CacheSizes
 
 # What has fewer tokens is read again sooner than it is copied.
@@ -86,12 +87,11 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all caches. Other threads may ask."""
-        # Other threads may ask.
         return sum(cache.nbytes for cache in list(self._kept.values()))
 
     def keep(self, tokens: tuple[int, ...], cache: SharedCache) -> None:
         """Keep the cache of a row of these tokens; it replaces caches that hold no more than it does."""
-        for each in [each for each in self._kept if shared(each, tokens) == len(each)]:
+        for each in [each for each in self._kept if shared_length(each, tokens) == len(each)]:
             if each == tokens or cache.rolls_back_by_cursor:
                 del self._kept[each]
         if not any(len(each) > len(tokens) and each[: len(tokens)] == tokens for each in self._kept):
@@ -104,7 +104,7 @@ class PrefixCache:
         Caches of a number of tokens that does not fit are passed over: they were read otherwise than the text would be.
         """
         tokens = tuple(text[:-1])
-        found = {each: shared(each, tokens) for each in self._kept if fits(len(each))}
+        found = {each: shared_length(each, tokens) for each in self._kept if fits(len(each))}
         # States are those after all tokens.
         whole = {each: n for each, n in found.items() if self._kept[each].rolls_back_by_cursor or n == len(each)}
         best = max(whole, key=lambda each: whole[each], default=None)
@@ -119,12 +119,3 @@ class PrefixCache:
         while self._kept and left > most:
             _, cache = self._kept.popitem(last=False)
             left -= cache.nbytes
-
-
-def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Count the tokens that both begin with."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low

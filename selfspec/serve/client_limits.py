@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,27 +48,27 @@ class ServerLimits:
                 raise UnsupportedOptionError(f"{each.name} must be above 0, got {value}")
 
 
-_KEPT = ("/v1", "/api/", "/tokenize", "/detokenize")
+# What needs the key, and is counted: whoever looks after the server is answered however many others there are.
+_KEPT = ("/v1", "/api/")
 
 
 class ClientPace:
     """Reads the whole body before anything else runs, within a size and a time; gives up on who does not read.
 
-    Without `api_key`, where there is one, nothing is read of what needs it.
+    Without one of `api_keys`, where there are any, nothing is read of what needs it.
     """
 
-    def __init__(self, app: ASGIApp, limits: ServerLimits, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerLimits, api_keys: Sequence[str]) -> None:
         self._app = app
         self._limits = limits
-        self._api_key = api_key
+        self._api_keys = [key.encode() for key in api_keys]
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Whoever looks after the server is answered however many others there are.
-        counted = scope["path"].startswith(("/v1", "/api/"))
+        counted = scope["path"].startswith(_KEPT)
         self._open += counted
         try:
             if counted and self._open > self._limits.connections:
@@ -109,13 +110,14 @@ class ClientPace:
                 raise
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if self._api_key is None or not path.startswith(_KEPT):
+        if not self._api_keys or not path.startswith(_KEPT):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             # As Anthropic's clients send it.
             given = headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.strip().encode(), self._api_key.encode()):
+        # All are compared, each as a whole: the time that it takes says nothing of any.
+        if not sum(hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys):
             said = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
             raise ApiError(401, said, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from selfspec.api import SelfSpeculative
 from selfspec.cache.transfer import past_length
 from selfspec.decode.generation import Generation
 from selfspec.decode.output import Stats
-from selfspec.decode.text_stream import TextStream
+from selfspec.decode.text_stream import TextStream, shared_length
 from selfspec.errors import PromptError
 from selfspec.model.positions import boundaries
 from selfspec.serve.chat.template import ChatTemplate
@@ -104,8 +103,7 @@ class Conversation:
         # An interrupt amid the cropping leaves nothing that is half cropped.
         read, self._read = self._read, _Read()
         # The last token is read in any case: the answer follows from it.
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(read.tokens, prompt[:-1], strict=False))
-        shared = sum(1 for _ in alike)
+        shared = shared_length(read.tokens, prompt[:-1])
         surplus = len(read.tokens) - shared
         # What was read as part of a longer text was rotated for that length.
         if any(shared <= boundary < len(read.tokens) for boundary in self._boundaries):

@@ -12,7 +12,7 @@ import torch
 
 from selfspec.api import SelfSpeculative
 from selfspec.arguments import check_callables, check_kind, is_finite, shown
-from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, SelfSpecError, UnsupportedOptionError
+from selfspec.errors import CannotFitError, EngineStoppedError, QueueFullError, UnsupportedOptionError
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import EngineStats, Event, Ticket
 from selfspec.serve.row_decoder import RowDecoder
@@ -232,11 +232,7 @@ class Engine:
             for entry in self._incoming:
                 self._scheduler.add(entry)
             self._incoming.clear()
-
-        def error() -> SelfSpecError:
-            return EngineStoppedError("the engine was stopped before the row had ended")
-
-        self._scheduler.end_all("error", error)
+        self._scheduler.end_all()
 
 
 def in_own_thread(work: Callable[[], _Found]) -> _Found:

@@ -55,17 +55,14 @@ class RowRequest:
 
     @property
     def kind(self) -> Hashable:
-        """What is equal for requests whose processors are alike."""
+        """What is equal for requests whose processors are alike, where these read scores alone."""
         plain = (bool, int, float, list, tuple, dict, type(None))
         # Arrays are not written out in full.
         said: dict[str, Hashable] = {
             name: repr(each) if isinstance(each, plain) else object() for name, each in self.options.items()
         }
-        processors = tuple(map(id, self.options.get("logits_processor") or ()))
-        # What keeps an end away knows the length of its prompt.
-        length = len(self.input_ids) if self.options.get("min_new_tokens") else None
-        said["logits_processor"] = processors
-        return length, *sorted(said.items(), key=lambda each: each[0])
+        said["logits_processor"] = tuple(map(id, self.options.get("logits_processor") or ()))
+        return frozenset(said.items())
 
     def check(self, vocabulary: int) -> None:
         """Refuse what `generate` would not be shown; its model's head writes the ids below `vocabulary`.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from selfspec.decode.batch import Batch
 from selfspec.decode.group import Group
 from selfspec.decode.loop import Prefill
 from selfspec.decode.output import Round, RowRound
-from selfspec.errors import RowError, SelfSpecError
+from selfspec.errors import EngineStoppedError, RowError, SelfSpecError
 from selfspec.serve.cache_budget import FEWEST, CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason, Ticket
 from selfspec.serve.row_decoder import RowDecoder, RowRecords
@@ -113,12 +113,12 @@ class Scheduler:
         if not self.busy:
             self._decoder.rest()
 
-    def end_all(self, reason: Reason, error: Callable[[], SelfSpecError] | None = None) -> None:
-        """End all that waits, is read or runs."""
+    def end_all(self) -> None:
+        """End all that waits, is read or runs, since the engine stops."""
         entries = [*self._active, *self._waiting]
         self._running, self._waiting, self._batch, self._reading = [], [], None, None
         for entry in entries:
-            self._finish(entry, reason, None if error is None else error())
+            self._finish(entry, "error", EngineStoppedError("the engine was stopped before the row had ended"))
         self._decoder.rest()
 
     def stats(self, incoming: int = 0) -> EngineStats:

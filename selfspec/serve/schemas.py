@@ -36,7 +36,7 @@ Many = Annotated[list[_Each], Field(fail_fast=True)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Stops = Annotated[
-    Annotated[Stop | None, Tag("text")] | Annotated[Many[Stop], Field(max_length=MOST_STOPS), Tag("list")],
+    Annotated[Stop, Tag("text")] | Annotated[Many[Stop], Field(max_length=MOST_STOPS), Tag("list")],
     Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -47,20 +47,20 @@ _MOST_FIELDS, _MOST_BIASES = 64, 4096
 
 
 class Strict(BaseModel):
-    """No field but those that are named or null, no number for a string, no NaN."""
+    """No field but those that are named, no number for a string, no NaN. A field that is null is not there."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _fields_are_few(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
         # Each that is unknown would be reported by itself.
-        if isinstance(fields, dict) and len(fields) > _MOST_FIELDS:
+        if len(fields) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
-        if isinstance(fields, dict):
-            # Clients send back what they were sent, with fields of their own that say nothing.
-            return {name: value for name, value in fields.items() if value is not None or name in cls.model_fields}
-        return fields
+        # Clients send back what they were sent, with fields that say nothing.
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _few(values: Any) -> Any:
@@ -237,7 +237,7 @@ class GenerationFields(Hints):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: Stops = None
+    stop: Stops | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias] | None, BeforeValidator(_few)] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -325,11 +325,7 @@ class Message(Strict):
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # Clients send back what they were sent.
-    refusal: None = None
     annotations: Annotated[Many[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -348,23 +344,10 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool that a template tells the model of."""
+    """A tool that a template tells the model of, or that an answer calls."""
 
     type: Literal["function"]
     function: Function
-
-
-class FunctionName(Strict):
-    """The function that an answer calls."""
-
-    name: str
-
-
-class NamedTool(Strict):
-    """The tool that an answer calls."""
-
-    type: Literal["function"]
-    function: FunctionName
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -375,7 +358,7 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Many[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     # What the chat template reads of these, and of nothing else.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -392,7 +375,7 @@ class ChatCompletionRequest(GenerationFields):
         if self.max_tokens == 0:
             raise ValueError("max_tokens is 0: nothing would be returned")
         names = [tool.function.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+        if isinstance(self.tool_choice, Tool) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice is 'required' and there are no tools; give some, or drop it")

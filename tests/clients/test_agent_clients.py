@@ -56,7 +56,7 @@ weather.__annotations__ = {"city": Literal["Bern", "Rome"], "return": str}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     model = tiny.llama(vocab_size=512, max_position_embeddings=16_384, eos_token_id=2)
-    with running(model=model, draft="lookup", template=BARE, api_key=KEY) as found:
+    with running(model=model, draft="lookup", template=BARE, api_keys=(KEY,)) as found:
         yield found
 
 
@@ -395,7 +395,7 @@ def anthropic_chat(url: str) -> Iterator[Read]:
 def saying() -> Iterator[Running]:
     """Says what a test lets it. Some marks are special tokens."""
     model, tokenizer = tiny.llama(vocab_size=512, max_position_embeddings=16_384), PUBLISHED["deepseek-3"].tokenizer
-    with running(model=model, draft="lookup", api_key=KEY, tokenizer=tokenizer) as found:
+    with running(model=model, draft="lookup", api_keys=(KEY,), tokenizer=tokenizer) as found:
         yield found
 
 

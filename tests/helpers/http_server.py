@@ -92,7 +92,7 @@ def asked(port: int, path: str, body: Any = None, method: str | None = None, **h
 @contextmanager
 def running(
     limits: ServerLimits | None = None,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     template: str | None = PLAIN,
     log_text: bool = False,
     model: PreTrainedModel | None = None,
@@ -111,7 +111,7 @@ def running(
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text, aliases=aliases)
-    app = create_app(served, api_key, 30, origins, hosts)
+    app = create_app(served, api_keys, 30, origins, hosts)
     config = uvicorn.Config(
         app,
         port=0,

@@ -14,7 +14,6 @@ from transformers import LogitsProcessor, PreTrainedModel
 import selfspec
 from helpers import tiny
 from selfspec.decode.group import Group
-from selfspec.decode.processors import LogitBias
 from selfspec.serve.cache_budget import CacheBudget
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.row_decoder import RowDecoder
@@ -180,9 +179,9 @@ def _random_request(rng: random.Random, vocabulary: int, most: int) -> Asked:
         options["top_k"] = 0 if rng.random() < 0.6 else rng.randint(2, 9)
         options |= {"top_p": 0.8} if rng.random() < 0.3 else {}
         options |= {"min_p": 0.05} if rng.random() < 0.2 else {}
-    biases = [LogitBias({rng.randrange(vocabulary): 4.0})] if rng.random() < 0.2 else []
+    options |= {"sequence_bias": {(rng.randrange(vocabulary),): 4.0}} if rng.random() < 0.2 else {}
     presence, frequency = (each if rng.random() < 0.2 else 0.0 for each in (0.7, 0.4))
-    options["logits_processor"] = [*biases, OccurrencePenalty(len(prompt), presence, frequency)]
+    options["logits_processor"] = [OccurrencePenalty(len(prompt), presence, frequency)]
     if rng.random() < 0.5:
         options["eos_token_id"] = rng.sample(range(vocabulary), 3)
     arrives = rng.choice([0, 0, rng.randint(0, 20)])

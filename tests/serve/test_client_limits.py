@@ -264,9 +264,9 @@ MANY: dict[str, tuple[str, dict[str, Any]]] = {
     "unknown fields within": ("/v1/chat/completions", {"messages": [{f"x{number}": 1 for number in range(200_000)}]}),
     "short messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 30_000}),
     "long messages": ("/v1/responses", {"input": [{"role": "user", "content": "a " * 150}] * 12_000}),
-    "ids": ("/detokenize", {"tokens": [1] * 1_300_000}),
-    "fewer ids": ("/detokenize", {"tokens": [1] * 500_000}),
-    "text": ("/tokenize", {"prompt": "Lily said " * 390_000}),
+    "ids": ("/v1/completions", {"prompt": [1] * 1_300_000}),
+    "fewer ids": ("/v1/completions", {"prompt": [1] * 500_000}),
+    "text": ("/v1/completions", {"prompt": "Lily said " * 390_000}),
     "texts": ("/v1/completions", {"prompt": ['"\\'] * 500_000}),
     "nested": ("/v1/completions", {"prompt": json.loads("[" * 300 + "]" * 300)}),
     # What is wrong a thousand times is refused once: this took 13 s.
@@ -300,7 +300,7 @@ def test_what_many_short_texts_hide_is_counted(server: Running) -> None:
 
 
 def test_without_the_key_no_body_is_read() -> None:
-    with running(api_key="secret") as server, opened(server) as connection:
+    with running(api_keys=("secret",)) as server, opened(server) as connection:
         connection.sendall(POST + b"Content-Type: application/json\r\nContent-Length: 4000000\r\n\r\n")
         assert b" 401 " in read_all(connection)
 

@@ -135,5 +135,5 @@ def test_what_there_is(bare: Running) -> None:
     assert shown["capabilities"] == ["completion", "tools"]
     assert bare.ask("/api/version").body.keys() == {"version"}
     assert bare.ask("/", method="HEAD").status == 200
-    with running(api_key="secret") as server:
+    with running(api_keys=("secret",)) as server:
         assert server.ask("/api/tags").body == {"error": server.ask("/v1/models").body["error"]["message"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,19 +78,9 @@ class ResponseFormat:
     @property
     def marks(self) -> str:
         """All that it may write besides names and arguments."""
-        calls = self.template["fields"]["tool_calls"]
-        keys = ("open", "open_pattern", "close", "close_pattern", "content_args")
         # Patterns, as what they match.
-        return "".join(_texts([calls.get(key) for key in keys])).replace("[|]", "|").replace("\\", "")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | Sequence):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
+        calls = json.dumps(self.template["fields"]["tool_calls"], ensure_ascii=False)
+        return calls.replace("[|]", "|").replace("\\", "")
 
 
 HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,6 +13,7 @@ from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.decode.text_stream import shared_length
 from selfspec.errors import CheckpointError, PromptError
 from selfspec.serve.chat.call_formats import FORMATS, HERMES, RESPONSES, CallFormat, ResponseFormat
 from selfspec.serve.chat.call_reader import CallableTools, CallReader
@@ -24,8 +23,6 @@ Message = Mapping[str, Any]
 """`role`, `content`, and what else a template may read."""
 
 Reading = Literal["text", "parts"]
-
-_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 _TRIAL: tuple[Message, ...] = ({"role": "user", "content": "Hello"},)
 
@@ -194,29 +191,12 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def read_template(file: Path) -> str:
-    """Read a template from a file."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeError as error:
-        raise CheckpointError(f"--template {file} is not UTF-8 text ({error}); convert it first") from error
-    except OSError as error:
-        raise CheckpointError(f"--template {file} cannot be read: {error.strerror or error}") from error
-
-
 @dataclass(frozen=True)
 class TemplateSource:
-    """Writes messages by `source`; `written` and `tokens` raise a PromptError where the template refuses them."""
+    """Writes messages by `source`; `tokens` raises a PromptError where the template refuses them."""
 
     tokenizer: PreTrainedTokenizerBase
     source: str
-
-    def written(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), variables: Mapping[str, Any] = _NO_VARIABLES
-    ) -> str:
-        """Write messages, up to where an answer begins if the last is none."""
-        begins = messages[-1]["role"] != "assistant"
-        return str(self._applied(messages, tools, variables, tokenize=False, add_generation_prompt=begins))
 
     def tokens(
         self,
@@ -276,15 +256,14 @@ class TemplateSource:
         """Write what stands in place of an answer's text; nothing where the template refuses the message."""
         question = {"role": "user", "content": "Hello"}
         trials = (message, {"role": "assistant", "content": _TEXT})
-        try:
-            whole, plain = (self.written([question, each], self._trial_tools) for each in trials)
-        except PromptError:
+        whole, plain = (self._tried([question, each], self._trial_tools) for each in trials)
+        if whole is None or plain is None:
             return ""
         # A tag is not cut.
-        cut = _alike(whole, plain)
+        cut = shared_length(whole, plain)
         opened = whole.rfind("<", 0, cut)
         cut = cut if opened < 0 or ">" in whole[opened:cut] else opened
-        behind = whole[len(whole) - _alike(whole[cut:][::-1], plain[cut:][::-1]) :]
+        behind = whole[len(whole) - shared_length(whole[cut:][::-1], plain[cut:][::-1]) :]
         closed, opened = behind.find(">"), behind.find("<")
         within = closed >= 0 and (opened < 0 or closed < opened)
         return whole[cut:].removesuffix(behind[closed + 1 :] if within else behind)
@@ -320,10 +299,8 @@ class TemplateSource:
     @cached_property
     def reads_system(self) -> bool:
         """True where it writes what a system message says, before a user's."""
-        if self.readings["system"] is None:
-            return False
-        written = self._tried([self._message("system", _SAID), self._message("user", "Hello")])
-        return _SAID in (written or "")
+        system = {"role": "system", "content": _as(_SAID, self.readings["system"])}
+        return _SAID in (self._tried([system, self._message("user", "Hello")]) or "")
 
     def _reading(self, conversation: Callable[[Any], list[Message]]) -> Reading | None:
         ways: tuple[Reading, ...] = ("text", "parts")
@@ -344,8 +321,10 @@ class TemplateSource:
         return _as(content, reading)
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str | None:
+        """Write messages, up to where an answer begins if the last is none; None: it refuses them."""
+        begins = messages[-1]["role"] != "assistant"
         try:
-            return self.written(messages, tools)
+            return str(self._applied(messages, tools, {}, tokenize=False, add_generation_prompt=begins))
         except PromptError:
             return None
 
@@ -383,8 +362,3 @@ def _reads(form: CallFormat | ResponseFormat, written: Sequence[str]) -> bool:
     reads = [CallReader(form, {_NAME: {}}).push(text, ended=True).calls for text in written]
     ended = [[(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends] for calls in reads]
     return [(_NAME, _ARGUMENTS)] in ended
-
-
-def _alike(one: str, other: str) -> int:
-    """Count the letters that both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

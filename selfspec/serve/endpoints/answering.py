@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -14,7 +15,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers import LogitsProcessor
 
-from selfspec.decode.processors import LogitBias
 from selfspec.errors import SelfSpecError
 from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.chat.call_reader import CallableTools
@@ -22,7 +22,7 @@ from selfspec.serve.chat.thoughts import Thoughts
 from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.events import Committed, Event, Finished, Ticket
 from selfspec.serve.grammar import Grammar, Wanted
-from selfspec.serve.monitoring import note
+from selfspec.serve.monitoring import note, request_id
 from selfspec.serve.row_request import OccurrencePenalty, RowRequest
 from selfspec.serve.schemas import GenerationFields, StreamOptions, in_one_piece
 from selfspec.serve.served import Served
@@ -72,6 +72,7 @@ class Form(Protocol):
 
     def begin(self) -> Iterable[str]:
         """Write what comes before the first piece."""
+        return ()
 
     def piece(self, index: int, new: Piece, counts: Counts) -> Iterable[str]:
         """Write what is new of the answer of this index; so far there are so many tokens."""
@@ -123,6 +124,12 @@ class ChoicesForm(Form):
             each = usage(self.prompt_tokens, counts) if self.options.continuous_usage_stats else None
             found["usage"] = each
         return event(found)
+
+
+def head_of(served: Served, http: Request, prefix: str, kind: str) -> Body:
+    """Write what an answer, and each event of a stream, begins with; ids begin with `prefix`."""
+    name = f"{prefix}-{request_id(http.scope)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": served.name}
 
 
 def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]], /, **texts: Any) -> None:
@@ -215,7 +222,8 @@ def _options(served: Served, request: GenerationFields) -> dict[str, Any]:
     temperature = 1.0 if request.temperature is None else float(request.temperature)
     further = request.stop_token_ids or []
     served.check_tokens(further, "stop_token_ids", served.readable)
-    served.check_tokens([int(token) for token in request.logit_bias or ()], "logit_bias", served.vocabulary)
+    biases = {(int(token),): float(value) for token, value in (request.logit_bias or {}).items()}
+    served.check_tokens([token for (token,) in biases], "logit_bias", served.vocabulary)
     options = {
         # What is not said filters nothing, nor does -1: transformers has a top-k of 50 by default.
         "temperature": temperature,
@@ -225,6 +233,7 @@ def _options(served: Served, request: GenerationFields) -> dict[str, Any]:
     }
     return {
         **(options if temperature else {}),
+        **({"sequence_bias": biases} if biases else {}),
         "do_sample": temperature > 0,
         # The checkpoint may have others.
         "repetition_penalty": float(request.repetition_penalty or 1.0),
@@ -241,8 +250,6 @@ def _seed(seed: int | None, index: int) -> int | None:
 def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Grammar | None) -> dict[str, Any]:
     """Make the processors that change the scores of one answer."""
     made: list[LogitsProcessor] = []
-    if request.logit_bias:
-        made.append(LogitBias({int(token): float(value) for token, value in request.logit_bias.items()}))
     presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
     if presence or frequency:
         made.append(OccurrencePenalty(len(prompt), presence, frequency))

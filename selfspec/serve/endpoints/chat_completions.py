@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,15 +25,15 @@ from selfspec.serve.endpoints.answering import (
     Work,
     answer,
     finite,
+    head_of,
     note_prompts,
     row_requests,
 )
 from selfspec.serve.grammar import CallGrammar
-from selfspec.serve.monitoring import request_id
 from selfspec.serve.schemas import (
     ChatCompletionRequest,
     Message,
-    NamedTool,
+    Tool,
     in_one_piece,
     validated,
 )
@@ -44,12 +43,7 @@ from selfspec.serve.served import Served, TokenTexts
 async def chat(served: Served, http: Request, request: ChatCompletionRequest) -> Response:
     """Answer a request."""
     work = await chat_work(served, http, request)
-    head: Body = {
-        "id": f"chatcmpl-{request_id(http.scope)}",
-        "object": "chat.completion.chunk" if request.stream else "chat.completion",
-        "created": int(time.time()),
-        "model": served.name,
-    }
+    head = head_of(served, http, "chatcmpl", "chat.completion.chunk" if request.stream else "chat.completion")
 
     def logprobs(scored: Sequence[ScoredToken]) -> Body | None:
         return None if work.logprobs is None else _logprobs(served.texts, scored)
@@ -120,7 +114,7 @@ def call_grammar(
             "tool_choice: how this model writes calls is not known to grammars; say 'auto' or 'none'",
             "tool_choice",
         )
-    if isinstance(request.tool_choice, NamedTool):
+    if isinstance(request.tool_choice, Tool):
         named = request.tool_choice.function.name
         tools = [tool for tool in tools if tool.function.name == named]
     otherwise = None if needed else wanted
@@ -248,12 +242,8 @@ async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response
 
 
 async def read_chat(served: Served, http: Request, fields: Callable[[], Body]) -> tuple[ChatCompletionRequest, Work]:
-    """Read fields of a chat request, those that are not None, into what the engine has to do."""
-
-    def read() -> ChatCompletionRequest:
-        return validated(ChatCompletionRequest, {name: value for name, value in fields().items() if value is not None})
-
-    request = await served.read(read)
+    """Read fields of a chat request into what the engine has to do."""
+    request = await served.read(lambda: validated(ChatCompletionRequest, fields()))
     return request, await chat_work(served, http, request)
 
 
@@ -309,7 +299,12 @@ class ItemsForm(Form):
 
 def called(id_: str, name: str, arguments: str) -> Body:
     """Write a call as chats have it."""
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": id_, **function({"name": name, "arguments": arguments})}
+
+
+def function(said: Body) -> Body:
+    """Write what is said of a function, or of a call of it, as chats have it."""
+    return {"type": "function", "function": said}
 
 
 def parsed(call: ToolCall) -> Body:

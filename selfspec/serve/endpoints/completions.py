@@ -1,18 +1,15 @@
-"""`POST /v1/completions` continues text; `POST /tokenize` and `/detokenize` turn text to tokens and back."""
+"""`POST /v1/completions` continues text."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from selfspec.serve.api_error import ApiError
 from selfspec.serve.choice import Choice, Counts, Piece, ScoredToken
 from selfspec.serve.endpoints.answering import (
     Body,
@@ -20,14 +17,13 @@ from selfspec.serve.endpoints.answering import (
     Work,
     answer,
     finite,
+    head_of,
     note_prompts,
     row_requests,
     unless_gone,
     usage,
 )
-from selfspec.serve.endpoints.chat_completions import read_chat
-from selfspec.serve.monitoring import request_id
-from selfspec.serve.schemas import CompletionRequest, Many, Strict, Token
+from selfspec.serve.schemas import CompletionRequest
 from selfspec.serve.served import Served, TokenTexts, prompt_text
 
 DEFAULT_TOKENS = 16
@@ -42,20 +38,10 @@ class _Echo:
 
 
 async def complete(served: Served, http: Request, request: CompletionRequest) -> Response:
-    """Answer a request."""
-    served.check(request.model)
-    given = _given(request)
-    prompts = await served.read(lambda: prompt_ids(served, given))
-    note_prompts(served, http, prompts, prompts=request.prompt)
-    asked = _asked(served, request, prompts)
-    work = Work(prompts, asked or 1, "prompt", request.logprobs, request.wanted)
-    rows = await row_requests(served, http, request, work)
-    head: Body = {
-        "id": f"cmpl-{request_id(http.scope)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": served.name,
-    }
+    """Answer a request, with few tokens where it says nothing else."""
+    work = await completion_work(served, http, request, DEFAULT_TOKENS)
+    rows, given, prompts = await row_requests(served, http, request, work), _given(request), work.prompts
+    head = head_of(served, http, "cmpl", "text_completion")
     of_prompts = [
         await unless_gone(http, _echo(served, request, each, ids)) for each, ids in zip(given, prompts, strict=True)
     ]
@@ -81,13 +67,25 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
     return await answer(served, http, request, work, rows, form)
 
 
+async def completion_work(served: Served, http: Request, request: CompletionRequest, default: int | None) -> Work:
+    """Read prompts into what the engine has to do: by default `default` tokens, or as many as there is room for."""
+    served.check(request.model)
+    prompts = await served.read(lambda: _prompt_ids(served, _given(request)))
+    note_prompts(served, http, prompts, prompts=request.prompt)
+    asked = request.max_tokens
+    if asked is None and default is not None:
+        room = served.engine.longest - max(map(len, prompts))
+        asked = min(default, room, served.limits.new_tokens or default)
+    return Work(prompts, None if asked is None else max(asked, 1), "prompt", request.logprobs, request.wanted)
+
+
 def _given(request: CompletionRequest) -> list[str | list[int]]:
     """Return each prompt, as it was sent: text or token ids."""
     given: Any = request.prompt
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
-def prompt_ids(served: Served, given: Sequence[str | Sequence[int]]) -> list[tuple[int, ...]]:
+def _prompt_ids(served: Served, given: Sequence[str | Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt."""
     for prompt in given:
         if isinstance(prompt, str):
@@ -99,14 +97,6 @@ def prompt_ids(served: Served, given: Sequence[str | Sequence[int]]) -> list[tup
         tuple(map(int, served.tokenizer(prompt).input_ids or empty if isinstance(prompt, str) else prompt))
         for prompt in given
     ]
-
-
-def _asked(served: Served, request: CompletionRequest, prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the new tokens of an answer: by default few, and no more than there is room for."""
-    if request.max_tokens is not None:
-        return request.max_tokens
-    room = served.engine.longest - max(map(len, prompts))
-    return max(min(DEFAULT_TOKENS, room, served.limits.new_tokens or DEFAULT_TOKENS), 1)
 
 
 async def _echo(served: Served, request: CompletionRequest, given: str | Sequence[int], prompt: Sequence[int]) -> _Echo:
@@ -154,55 +144,3 @@ def _top(texts: TokenTexts, scored: ScoredToken) -> dict[str, float]:
         top.setdefault(scored.text if token == scored.token else texts.text(token), finite(value))
     top.setdefault(scored.text, finite(scored.logprobs.logprob))
     return top
-
-
-class TokenizeRequest(Strict):
-    """A text, or messages as of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Many[Body] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: say a text here, or messages, and not both")
-        return self
-
-
-class DetokenizeRequest(Strict):
-    """Tokens."""
-
-    model: str | None = None
-    tokens: Many[Token]
-
-
-async def tokenize(served: Served, http: Request, request: TokenizeRequest) -> Body:
-    """Turn text or messages into tokens."""
-    served.check(request.model or served.name)
-
-    def of_text() -> list[int]:
-        text = request.prompt or ""
-        served.check_text(text, "prompt")
-        found: list[int] = served.tokenizer(text, add_special_tokens=request.add_special_tokens).input_ids
-        return found
-
-    if request.messages is not None:
-        _, work = await read_chat(served, http, lambda: {"model": served.name, "messages": request.messages})
-        tokens = list(work.prompts[0])
-    else:
-        tokens = await served.read(of_text)
-    texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": served.engine.longest, "tokens": tokens, "token_strs": texts}
-
-
-async def detokenize(served: Served, _: Request, request: DetokenizeRequest) -> Body:
-    """Turn tokens into text."""
-    served.check(request.model or served.name)
-    if len(request.tokens) > served.engine.longest:
-        said = f"tokens: there are {len(request.tokens)}, and the context has {served.engine.longest}"
-        raise ApiError(400, said, "tokens", "context_length_exceeded")
-    served.check_tokens(request.tokens, "tokens", served.readable)
-    return {"prompt": await served.read(lambda: str(served.tokenizer.decode(request.tokens)))}

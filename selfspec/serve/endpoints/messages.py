@@ -13,7 +13,7 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
-from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, new_id, parsed, read_chat
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, function, new_id, parsed, read_chat
 from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
 
@@ -53,7 +53,7 @@ class AnthropicTool(Strict):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] = Field(serialization_alias="parameters")
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
 
@@ -93,19 +93,16 @@ class CountRequest(Hints):
 
     def chat(self) -> Body:
         """Return the fields of a chat request that say the same."""
-        choice = self.tool_choice or AnthropicChoice(type="auto")
-        kinds = {"any": "required", "tool": {"type": "function", "function": {"name": choice.name or ""}}}
-        one = choice.disable_parallel_tool_use
+        choice = self.tool_choice
+        kinds = {"any": "required", "tool": function({"name": choice and choice.name})}
+        one = choice and choice.disable_parallel_tool_use
         system = [] if self.system is None else [{"role": "system", "content": in_one_piece(self.system)}]
-        tools = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-            for tool in self.tools or ()
-        ]
+        tools = [tool.model_dump(by_alias=True, exclude={"type", "cache_control"}) for tool in self.tools or ()]
         return {
             "model": self.model,
             "messages": system + [each for message in self.messages for each in _messages(message)],
-            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-            "tool_choice": None if self.tool_choice is None else kinds.get(choice.type, choice.type),
+            "tools": [*map(function, tools)] or None,
+            "tool_choice": choice and kinds.get(choice.type, choice.type),
             "parallel_tool_calls": None if one is None else not one,
             "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
             # An answer of its own begins where the last message is the assistant's.

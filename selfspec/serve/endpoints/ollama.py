@@ -17,9 +17,9 @@ from starlette.responses import Response
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts, Piece
-from selfspec.serve.endpoints.answering import Body, Form, Work, answer, note_prompts, row_requests
+from selfspec.serve.endpoints.answering import Body, Form, Work, answer, row_requests
 from selfspec.serve.endpoints.chat_completions import answer_as, called, parsed
-from selfspec.serve.endpoints.completions import prompt_ids
+from selfspec.serve.endpoints.completions import completion_work
 from selfspec.serve.schemas import CompletionRequest, Many, Strict, Tool, validated
 from selfspec.serve.served import Served
 from selfspec.version import __version__
@@ -27,24 +27,13 @@ from selfspec.version import __version__
 # Where the weights lie, for how long, and how much is read at once is said when the server starts.
 _OF_LOADING = frozenset(
     {
-        "f16_kv", "keep_alive", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
+        "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
         "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only", "embedding_only",
     }
 )  # fmt: skip
 
 
-class OllamaFields(Strict):
-    """Fields without those that are null, and without those of loading."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _what_is_said(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if name not in _OF_LOADING and value is not None}
-
-
-class OllamaOptions(OllamaFields):
+class OllamaOptions(Strict):
     """How an answer is chosen; the defaults are Ollama's."""
 
     num_predict: int | None = None
@@ -63,8 +52,15 @@ class OllamaOptions(OllamaFields):
     tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _beside_loading(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name not in _OF_LOADING}
 
-class OllamaRequest(OllamaFields):
+
+class OllamaRequest(Strict):
     """Holds the fields that `/api/chat` and `/api/generate` share."""
 
     renamed: ClassVar[Mapping[str, str]] = {
@@ -79,6 +75,7 @@ class OllamaRequest(OllamaFields):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions = Field(default_factory=OllamaOptions)
     think: bool | str | None = None
+    keep_alive: Any = None
 
     @property
     def alike(self) -> Body:
@@ -108,7 +105,7 @@ class OllamaRequest(OllamaFields):
         return OllamaForm(served, work, isinstance(self, OllamaChat))
 
 
-class OllamaFunction(OllamaFields):
+class OllamaFunction(Strict):
     """A function that the model called."""
 
     name: str
@@ -116,7 +113,7 @@ class OllamaFunction(OllamaFields):
     index: int | None = None
 
 
-class OllamaCall(OllamaFields):
+class OllamaCall(Strict):
     """A call of a tool."""
 
     id: str | None = None
@@ -124,7 +121,7 @@ class OllamaCall(OllamaFields):
     function: OllamaFunction
 
 
-class OllamaMessage(OllamaFields):
+class OllamaMessage(Strict):
     """A message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -179,7 +176,7 @@ class OllamaGenerate(OllamaRequest):
         return {**self.alike, **self.thinking, "messages": messages}
 
 
-class ShowRequest(OllamaFields):
+class ShowRequest(Strict):
     """`POST /api/show`."""
 
     model: str = ""
@@ -198,12 +195,8 @@ async def ollama(served: Served, http: Request, asked: OllamaChat | OllamaGenera
     if asked.system or asked.think:
         said = "system and think need a chat template; start the server with --template FILE, or drop raw"
         raise ApiError(400, said, "system", "no_chat_template")
-    served.check(asked.model)
-    fields = {name: value for name, value in asked.alike.items() if value is not None}
-    request = await served.read(lambda: validated(CompletionRequest, {**fields, "prompt": asked.prompt}))
-    prompts = await served.read(lambda: prompt_ids(served, [asked.prompt]))
-    note_prompts(served, http, prompts, prompts=asked.prompt)
-    work = Work(prompts, request.max_tokens, "prompt", None, request.wanted)
+    request = await served.read(lambda: validated(CompletionRequest, {**asked.alike, "prompt": asked.prompt}))
+    work = await completion_work(served, http, request, None)
     rows = await row_requests(served, http, request, work)
     return await answer(served, http, request, work, rows, asked.form(served, work))
 
@@ -235,9 +228,6 @@ class OllamaForm(Form):
     def whole(self, choices: Sequence[Choice], counts: Counts) -> Body:
         (choice,) = choices
         return self.line(Piece(choice.text, thought=choice.thought), choice.calls, **self._ending(choice, counts))
-
-    def begin(self) -> Iterable[str]:
-        return ()
 
     def piece(self, index: int, new: Piece, counts: Counts) -> Iterable[str]:
         calls = [each.call for each in new.calls if each.ends]

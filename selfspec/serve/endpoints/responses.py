@@ -15,8 +15,8 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
-from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, new_id
-from selfspec.serve.schemas import Content, Function, FunctionName, Hints, Many, Part, Strict, in_one_piece
+from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, function, new_id
+from selfspec.serve.schemas import Content, Function, Hints, JsonSchema, Many, Part, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 
@@ -44,25 +44,16 @@ class InputItem(Part):
 
 
 class ResponseTool(Function):
-    """A function that the model may call."""
+    """A function that the model may call, or calls."""
 
     type: Literal["function"]
 
 
-class ChosenTool(FunctionName):
-    """The function that the model calls."""
-
-    type: Literal["function"]
-
-
-class ResponseTextFormat(Strict):
+class ResponseTextFormat(JsonSchema):
     """What the text fits."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]
 
 
 class ResponseText(Strict):
@@ -97,11 +88,10 @@ class ResponsesRequest(Hints):
     stream: bool | None = None
     text: ResponseText | None = None
     tools: Many[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
-    conversation: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
@@ -113,13 +103,13 @@ class ResponsesRequest(Hints):
 
     def chat(self) -> Body:
         chosen = self.tool_choice
-        tools = [_function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools or ()]
+        tools = [function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools or ()]
         return {
             **self.model_dump(include={"model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls"}),
             "messages": _messages(self.instructions, self.items),
             "max_tokens": self.max_output_tokens,
             "tools": tools or None,
-            "tool_choice": _function({"name": chosen.name}) if isinstance(chosen, ChosenTool) else chosen,
+            "tool_choice": function({"name": chosen.name}) if isinstance(chosen, ResponseTool) else chosen,
             "response_format": _format(self.text),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
@@ -139,10 +129,6 @@ async def respond(served: Served, http: Request, request: ResponsesRequest) -> R
         served.stored.move_to_end(before)
         request.input = [*await served.read(lambda: [*map(InputItem.model_validate, json.loads(kept))]), *request.items]
     return await answer_as(served, http, request)
-
-
-def _function(said: Body) -> Body:
-    return {"type": "function", "function": said}
 
 
 def _format(text: ResponseText | None) -> Body | None:
@@ -172,27 +158,32 @@ def _messages(instructions: str | None, items: Sequence[InputItem]) -> list[Body
     return messages
 
 
+# What a response says of a request that says nothing of it.
+_UNSAID: Body = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p", "user", "previous_response_id")),
+    "metadata": {},
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+
+
 class ResponseForm(ItemsForm):
     """A response: items in order, a message for text and one for each call."""
 
     def __init__(self, served: Served, request: ResponsesRequest, work: Work) -> None:
         super().__init__()
         self._served, self._request, self._prompt_tokens = served, request, work.prompt_tokens
-        asked = request.model_dump(by_alias=True, exclude={"input"})
-        kept = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user", "previous_response_id")
         self._head: Body = {
             "id": new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "model": served.name,
-            **{name: asked[name] for name in kept},
-            "metadata": asked["metadata"] or {},
-            "parallel_tool_calls": bool(request.parallel_tool_calls),
-            "reasoning": {"effort": None, "summary": None, **(asked["reasoning"] or {})},
-            "store": request.store is not False,
-            "text": asked["text"] or {"format": {"type": "text"}},
-            "tool_choice": asked["tool_choice"] or "auto",
-            "tools": asked["tools"] or [],
+            **_UNSAID,
+            **request.model_dump(by_alias=True, exclude_none=True, include=set(_UNSAID)),
             "truncation": "disabled",
             "error": None,
         }
