@@ -30,7 +30,7 @@ class OverLessOfCache(AroundLayerPath):
     @property
     @abstractmethod
     def view(self) -> CacheView:
-        """What draft steps attend to."""
+        """The part of the cache that draft steps attend to."""
 
     @classmethod
     def spelled_behind(cls, before: Drafter, name: str, argument: str | None) -> OverLessOfCache:

@@ -159,11 +159,11 @@ class KernelLinear(PackedLinear):
         return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)
 
     def _of_many(self, states: Tensor) -> Tensor:
-        keeps = type(states) is not Tensor or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if self.dtype == torch.float32 and self.is_native and not keeps and not torch.compiler.is_compiling():
-            # Nothing reads the weight later.
+        # Gradients, graphs and autocast may read the weight later.
+        here = type(states) is Tensor and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+        if self.dtype == torch.float32 and self.is_native and here and not torch.is_grad_enabled():
             weight = _room().of(self.out_features, self.in_features)
-            native.read_rows_to(weight, torch.arange(self.out_features), *self.operands.all, self.in_features)
+            native.read_rows_to(weight, torch.arange(self.out_features), *self.operands.all)
             return functional.linear(states, weight)
         if self.dtype != torch.bfloat16 or not self.is_native:
             return functional.linear(states, self.join())

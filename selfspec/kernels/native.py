@@ -311,12 +311,11 @@ def read_rows_to(
     parts: Sequence[Tensor | None],
     format: int,
     setting: int,
-    inputs: int,
 ) -> None:
     """Write rows of a packed weight to `found`, `[..., inputs]`, as `rows_packed` reads them; all lies on the CPU."""
     _check_contiguous(weight, parts)
     numbers = ids.to(torch.int64).contiguous()
-    sizes = (format, weight.shape[0], inputs, numbers.numel(), NUMBERS[found.dtype], setting)
+    sizes = (format, weight.shape[0], found.shape[-1], numbers.numel(), NUMBERS[found.dtype], setting)
     run_one(Kind.EMBED, (*sizes, weight, *all_parts(parts, None), numbers, found), _threads(found.numel()))
 
 
@@ -442,7 +441,7 @@ def _read_rows(
     dtype: torch.dtype,
 ) -> Tensor:
     found = torch.empty(*ids.shape, inputs, dtype=dtype)
-    read_rows_to(found, ids, weight, parts, format, setting, inputs)
+    read_rows_to(found, ids, weight, parts, format, setting)
     return found
 
 

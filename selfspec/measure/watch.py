@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Watch:
-    """Is told of the steps of work in stages, and shows nothing; subclasses show them."""
+    """Receives the steps of work, stage by stage, and shows nothing; subclasses show progress."""
 
     def begin(self, steps: int) -> None:
         """Begin a stage of `steps` steps."""

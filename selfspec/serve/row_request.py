@@ -55,7 +55,7 @@ class RowRequest:
 
     @property
     def kind(self) -> Hashable:
-        """What is equal for requests whose processors are alike, where these read scores alone."""
+        """A key that requests share whose processors are alike, where these read scores alone."""
         plain = (bool, int, float, list, tuple, dict, type(None))
         # Arrays are not written out in full.
         said: dict[str, Hashable] = {

@@ -245,7 +245,7 @@ class Eagle3Lesson(Lesson):
 
     @torch.no_grad()
     def _read(self, batch: Blocks) -> tuple[Seen, Tensor]:
-        """Return what a pass of the target shows, and its logits after the learnt pairs, `[pairs, vocab]`."""
+        """Run the target; return features for the head, and logits after the learnt pairs, `[pairs, vocab]`."""
         # A process of several finds out only now which device is its own.
         self._base.to(batch.ids.device)
         states = self._states(batch.ids)
