@@ -1,4 +1,4 @@
-"""Save with a model how it drafts: as JSON, in a file that makes `transformers` follow it.
+"""Save with a model how it drafts, in a file that makes `transformers` follow it.
 
 If it may trust a folder's code, `transformers` copies `custom_generate/generate.py`, that file alone, and runs it in
 place of its own `generate`; so the file holds all it needs.
@@ -6,8 +6,7 @@ place of its own `generate`; so the file holds all it needs.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from selfspec.accept import Rule, rule_name, rules
@@ -16,8 +15,7 @@ from selfspec.control.profile import Profile
 from selfspec.draft import Drafter
 from selfspec.draft.registry import draft_name, parse_draft
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
-from selfspec.files.json_text import parse_json, parsed
-from selfspec.files.writing import sealed, whole
+from selfspec.files.writing import whole
 from selfspec.version import __version__
 
 _PROGRAM = '''"""Makes this model draft for itself: `generate` of transformers, served by selfspec."""
@@ -34,10 +32,7 @@ def generate(inputs=None, generation_config=None, *, model, **options):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Names a wrapper's drafter, draft length and acceptance rule, as on the command line.
-
-    `draft_length` None: as many tokens as pay; `accept` None: the default rule.
-    """
+    """Names a wrapper's drafter, draft length and acceptance rule, as `selfspec.wrap` takes them."""
 
     draft: str
     draft_length: int | None
@@ -69,37 +64,10 @@ class Recipe:
             raise UnsupportedOptionError(f"{rule!r} cannot be saved; wrap with one of {', '.join(rules())}")
         return cls(name, length, accept)
 
-    @classmethod
-    def read(cls, text: str) -> Recipe:
-        """Read a recipe from its JSON."""
-        try:
-            written = parsed(text, _Written)
-            unknown = sorted(parse_json(text).keys() - {field.name for field in fields(_Written)})
-            if unknown:
-                raise ValueError(f"{unknown[0]}: no field of a recipe")
-        except ValueError as error:
-            raise DraftConfigError(
-                f"the recipe in custom_generate/generate.py cannot be read ({error}); save the model again: "
-                "selfspec.wrap(model, ...).save_pretrained(folder)"
-            ) from error
-        return cls(written.draft, written.draft_length, written.accept)
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """The drafter; None for plain decoding."""
-        return parse_draft(self.draft)
-
     def save(self, folder: Path) -> None:
         """Write `custom_generate/` into a saved model's folder."""
         target = folder / "custom_generate"
-        program = _PROGRAM.format(recipe=repr(json.dumps(sealed(asdict(self)))))
+        program = _PROGRAM.format(recipe=asdict(self))
         for name, text in (("generate.py", program), ("requirements.txt", f"selfspec>={__version__}\n")):
             with whole(target / name) as draft:
                 draft.write_text(text, encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class _Written(Recipe):
-    """Holds a recipe as written, with the checksum that `parsed` checks."""
-
-    checksum: str | None = None

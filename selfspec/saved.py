@@ -10,19 +10,19 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import wrap
 from selfspec.decode.output import GenerateOutput
-from selfspec.recipe import Recipe
 
 
 def generate_by(
-    recipe: str,
+    recipe: Mapping[str, Any],
     model: PreTrainedModel,
     inputs: Tensor | None,
     generation_config: GenerationConfig | None,
     options: Mapping[str, Any],
 ) -> GenerateOutput | Tensor:
-    """Generate as `model.generate` does, drafting by a recipe in JSON; prompts and sequences are `[batch, length]`.
+    """Generate as `model.generate` does; prompts and sequences are `[batch, length]`.
 
-    Options are its keywords, and `seed`, `draft_length` and `accept`; `input_ids` among them replaces `inputs`.
+    The recipe has arguments of `selfspec.wrap`. Options are keywords of `model.generate`, and `seed`, `draft_length`
+    and `accept`; `input_ids` among them replaces `inputs`.
     """
     given = dict(options)
     if given.get("custom_generate") is not None:
@@ -33,6 +33,4 @@ def generate_by(
         return answer
     given.pop("trust_remote_code", None)
     prompt = given.pop("input_ids", None)
-    chosen = Recipe.read(recipe)
-    spec = wrap(model, draft=chosen.drafter, draft_length=chosen.draft_length, accept=chosen.accept)
-    return spec.stream(prompt, generation_config=generation_config, inputs=inputs, **given).answer()
+    return wrap(model, **recipe).stream(prompt, generation_config=generation_config, inputs=inputs, **given).answer()

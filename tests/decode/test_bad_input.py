@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 NAN, INF = math.nan, math.inf
 BEYOND = tiny.VOCABULARY
 DRAFT = selfspec.drafts.EarlyExit(2)
-RECIPE = json.dumps({"draft": "exit:2", "draft_length": 4, "accept": None})
+RECIPE = {"draft": "exit:2", "draft_length": 4, "accept": None}
 PROMPT = tiny.prompt(5)
 HERE = Path(selfspec.__file__).parent
 SAMPLING = {"do_sample": True}

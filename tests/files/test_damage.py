@@ -34,7 +34,6 @@ from selfspec.files.writing import check_output_folder, whole, write_json, write
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
 from selfspec.model.identity import fingerprint
-from selfspec.recipe import Recipe
 from selfspec.tools.lab.outputs import check_output_file, whole_folder
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Run, Runs
@@ -96,13 +95,6 @@ def _read_profile(file: Path) -> object:
     return found, found.report
 
 
-def _write_recipe(file: Path) -> None:
-    Recipe("exit:2", 4, "token").save(file.parent)
-    names: dict[str, Any] = {}
-    exec((file.parent / "custom_generate" / "generate.py").read_text(), names)
-    file.write_text(names["RECIPE"])
-
-
 def _read_run(file: Path) -> object:
     found = Runs(file.parent).measured("costs")
     if not found:
@@ -125,9 +117,6 @@ KINDS: dict[str, Kind] = {
         errors.DraftConfigError,
     ),
     "profile": Kind("profile.json", lambda file: profile_of(_model()).save(file), _read_profile, errors.ProfileError),
-    "recipe": Kind(
-        "recipe", _write_recipe, lambda file: Recipe.read(file.read_text(errors="replace")), errors.DraftConfigError
-    ),
     "run": Kind(
         RUNS,
         lambda file: Runs(file.parent).keep(Run("costs", {"threads": 2}).rows([{"seconds": 0.25}], {})),

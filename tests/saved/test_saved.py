@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from selfspec.accept import TokenLevel
 from selfspec.control import FixedLength
 from selfspec.draft import Drafter
 from selfspec.draft.layer_skip import write_skip_file
+from selfspec.draft.registry import parse_draft
 from selfspec.model.identity import fingerprint
 from selfspec.recipe import Recipe
 
@@ -32,11 +32,9 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def _written(folder: Path) -> str:
+def _written(folder: Path) -> Recipe:
     """The recipe in the code of a saved folder, as Python reads it."""
-    recipe = runpy.run_path(str(folder / "custom_generate" / "generate.py"))["RECIPE"]
-    assert isinstance(recipe, str)
-    return recipe
+    return Recipe(**runpy.run_path(str(folder / "custom_generate" / "generate.py"))["RECIPE"])
 
 
 @pytest.fixture
@@ -112,10 +110,8 @@ def test_recipes_come_back_as_they_were(
     spec = selfspec.wrap(tiny.llama(), draft, draft_length=5, accept=accept)
     assert Recipe.of(spec.draft, spec.control, spec.rule) == wanted
     wanted.save(tmp_path)
-    text = _written(tmp_path)
-    assert Recipe.read(text) == wanted
-    assert Recipe.read(text).drafter == draft
-    assert json.loads(text)["draft_length"] == 5
+    assert _written(tmp_path) == wanted
+    assert parse_draft(wanted.draft) == draft
 
 
 @pytest.mark.parametrize("name", ['"""', "it's", "back\\slash", "line\nbreak", '\\"', "{brace}", "\\N{x}", "'''"])
@@ -126,22 +122,12 @@ def test_a_draft_of_any_name_is_saved_as_code_that_runs(
     file = tmp_path / f"set {name}.json"
     write_skip_file(selfspec.drafts.LayerSkip(layers=[1]), fingerprint(model), file, {})
     selfspec.wrap(model, f"skip-file:{file}", draft_length=3).save_pretrained(tmp_path / "model")
-    assert Recipe.read(_written(tmp_path / "model")) == Recipe(f"skip-file:{file}", 3, None)
+    assert _written(tmp_path / "model") == Recipe(f"skip-file:{file}", 3, None)
 
     drafted = rounds(monkeypatch)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64, trust_remote_code=True)
     assert torch.equal(loaded.generate(tiny.prompt(5), **OPTIONS), model.generate(tiny.prompt(5), **OPTIONS))
     assert drafted
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "5", "{}", '{"draft": 5, "draft_length": null, "accept": null}', "[" * 100_000, "1" * 5000],
-    ids=lambda text: text[:20],
-)
-def test_a_recipe_that_was_damaged_is_refused(text: str) -> None:
-    with pytest.raises(selfspec.errors.DraftConfigError, match=r"custom_generate/generate\.py"):
-        Recipe.read(text)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_saved(tmp_path: Path) -> None:
