@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.cli.terminal import StepBar, progress_bar
+from selfspec.cli.terminal import progress_bar
 from selfspec.measure.prompts import parse_workloads
 from selfspec.measure.timing import Call
 from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts
@@ -69,7 +69,7 @@ def compare(
     runs = Runs(RESULTS / name)
     measured = Generations(name=called, model=model, arms=arms, repeats=repeats, warm_up=warm_up, parts=parts)
     with progress_bar("measuring") as bar:
-        measured.measure(cells, runs, StepBar(bar))
+        measured.measure(cells, runs, bar)
     report, *_ = write_report("Ways to decode", latest(runs.measured("generation")), {}, RESULTS / name)
     print(report.read_text())
 

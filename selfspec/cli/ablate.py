@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from selfspec.cli.options import DtypeOption, MachineOptions, Output, Runtime, prepare_process
-from selfspec.cli.terminal import StepBar, print_tables, progress_bar
+from selfspec.cli.terminal import print_tables, progress_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
@@ -123,9 +123,7 @@ def ablate(
     found = replace(found, texts=max(map(len, loaded[first].prompts.values())))
     with progress_bar("studying") as bar:
         # One model is in memory at a time.
-        finding = work_on(
-            found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, StepBar(bar)
-        )
+        finding = work_on(found, lambda name: loaded.pop(name, None) or load(name, found, machine.device), runs, bar)
     declares = named_alone(asdict(finding.study))
     files = write_report(f"Study of drafts: {found.name}", finding.judged, declares, folder)
     result = Ablated(

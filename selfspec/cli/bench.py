@@ -20,11 +20,10 @@ from selfspec.cli.options import (
     Repeats,
     Runtime,
     load_within,
-    one_draft_in_fewer_bits,
     read_draft,
 )
 from selfspec.cli.outcome import FailedCheckError, FailedRunError
-from selfspec.cli.terminal import StepBar, console, print_tables, progress_bar
+from selfspec.cli.terminal import console, print_tables, progress_bar
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO
 
@@ -307,7 +306,7 @@ def _measure(
     )
     prompted = with_prompts(grid, workloads, cells.prompts, checkpoint)
     with progress_bar("measuring") as progress:
-        return generations.measure(prompted, runs, StepBar(progress))
+        return generations.measure(prompted, runs, progress)
 
 
 def _within(model: ModelOptions, memory: str, specs: Sequence[ArmSpec], cells: Cells) -> Checkpoint:
@@ -318,5 +317,5 @@ def _within(model: ModelOptions, memory: str, specs: Sequence[ArmSpec], cells: C
     # Of whole prompts nothing is known: then there is room for as many tokens as `load` makes by itself.
     room = None if cells.context is None else max(cells.batch) * (max(cells.context) + cells.max_new_tokens)
     tokenizer = load_tokenizer(model.place)
-    draft = one_draft_in_fewer_bits([read_draft(spec.draft or "none") for spec in specs if spec.own])
-    return Checkpoint(load_within(model, MemoryOptions(memory=memory, context=room), draft).model, tokenizer)
+    drafts = [read_draft(spec.draft or "none") for spec in specs if spec.own]
+    return Checkpoint(load_within(model, MemoryOptions(memory=memory, context=room), drafts).model, tokenizer)

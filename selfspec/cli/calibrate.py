@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.cli.options import Chat, ModelOptions, Output, PromptFile, read_draft
-from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
+from selfspec.cli.terminal import console, figures_table, progress_bar
 from selfspec.tools.calibrate.measurements import Measurements
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def calibrate(
             drafters,
             measurements,
             keep=keep,
-            watch=StepBar(progress),
+            watch=progress,
         )
     seconds = time.perf_counter() - started
     file = to or profiles.default_file(profile.setting)

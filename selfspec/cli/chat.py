@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from selfspec.cli.generate import SamplingOptions, read_text
-from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output, Template, read_template
+from selfspec.cli.generate import SamplingOptions
+from selfspec.cli.options import (
+    DraftingOptions,
+    MemoryOptions,
+    ModelOptions,
+    Output,
+    Template,
+    read_template,
+    read_text,
+)
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import console
 from selfspec.errors import NonFiniteLogitsError, PromptError, SelfSpecError, StorageError
@@ -222,7 +230,7 @@ class _Session:
     def _predict(self, name: str) -> None:
         if not name:
             raise PromptError("/predict needs a file: /predict FILE")
-        self._prediction = read_text("/predict", Path(name).expanduser())
+        self._prediction = read_text(f"/predict {name}", Path(name).expanduser().read_bytes)
         self._note(f"the next answer is expected to be {name}")
 
     def _help(self, _: str) -> None:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from textwrap import wrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from selfspec.cli.options import Device, Draft, Output, Temperature, Threads, prepare_process, read_draft
+from selfspec.cli.options import Device, Draft, Output, Threads, prepare_process, read_draft
 from selfspec.cli.outcome import FailedCheckError, FailedRunError
 from selfspec.cli.terminal import progress_bar
-from selfspec.errors import DraftConfigError, PromptError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
 
 if TYPE_CHECKING:
     import torch
 
-    from selfspec.decode.output import Round
-    from selfspec.decode.text_stream import TextStream
     from selfspec.measure.checkpoint import Checkpoint
     from selfspec.measure.timing import Call
     from selfspec.tools.lab.arms import Cell, OwnArm
@@ -35,39 +33,28 @@ if TYPE_CHECKING:
 _DRAFTS = ("lookup", "exit:4", "int8")
 # Tokens of the texts that are shown, and a seed for which they are legible.
 _SHOWN, _SEED = 40, 3
+# Of what is sampled.
+_TEMPERATURE = 0.8
 # Seconds to compare, print and end the process when time is up.
 _REST = 2.0
 _INDENT, _COLUMNS = "    ", 80
 _SPEED = "whole_speedup_over_generate"
-_NEXT = (
-    "  selfspec MODEL             # what it can do here, which draft, what that gains",
-    '  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats',
-    "  selfspec pack MODEL --to FOLDER   # a bfloat16 model in 3/4 of its memory",
-    "  selfspec calibrate MODEL   # which draft is the fastest here? for --draft auto",
-    "  selfspec verify MODEL      # is the output the model's own here?",
-)
+_MEANING = """\
+Times as fast: whole calls. The rest is greedy: time to the first tokens, tokens
+a second after them, and tokens for each pass of the whole model.
+exit:4 needs a model that was trained to exit early, as this one was. The other
+drafts need no training: int8 is the model's own weights in 8 bits, lookup
+copies from the text. planes is plain decoding over the same weights in 12 bits."""
+_NEXT = """\
+  selfspec MODEL             # what it can do here, which draft, what that gains
+  selfspec generate MODEL --draft lookup+int8 --prompt "..." --stats
+  selfspec pack MODEL --to FOLDER   # a bfloat16 model in 3/4 of its memory
+  selfspec calibrate MODEL   # which draft is the fastest here? for --draft auto
+  selfspec verify MODEL      # is the output the model's own here?"""
 
 
 class TokensDifferError(FailedCheckError):
     """Self-speculation gave other tokens than plain decoding: a bug of selfspec."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoRuns:
-    """What is decoded and timed."""
-
-    draft: Draft = "lookup+int8"
-    temperature: Temperature = 0.8
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 48
-    seconds: Annotated[
-        float, typer.Option(min=0, max=3600, help="End within about X seconds, loading included, after one turn.")
-    ] = 26.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise UnsupportedOptionError(
-                f"--temperature {self.temperature:g} does not sample; give one above 0, e.g. 0.8"
-            )
 
 
 @dataclass(frozen=True)
@@ -95,14 +82,23 @@ class Demonstrated:
     packed_bytes: int | None
 
 
-def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output: Output = "text") -> Demonstrated:
+def demo(
+    draft: Draft = "lookup+int8",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Generate N tokens a text.")] = 48,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=3600, help="End within about X seconds, loading included, after one turn.")
+    ] = 26.0,
+    device: Device = "cpu",
+    threads: Threads = None,
+    output: Output = "text",
+) -> Demonstrated:
     """Watch a small model write with and without a draft: how much faster it is here, and that the text is the same.
 
     Takes about half a minute. Exit status 1 if any greedy token is not `model.generate`'s. The embedded model has 10M
     parameters, writes Python, and was taught to exit early (see its MODEL_CARD.md).
     """
     started, watch = time.perf_counter(), CoreWatch()
-    draft = runs.draft.strip()
+    draft = draft.strip()
     with Console(stderr=True).status("Loading torch, transformers and a model"):
         if read_draft(draft) is None:
             raise DraftConfigError("the demo compares drafts with plain decoding; give --draft exit:4, say")
@@ -121,30 +117,32 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
     prepare_process(spare.threads(torch.get_num_threads()) if threads is None else threads)
     model, prompts = checkpoint.model, [checkpoint.encode(text) for text in PROMPTS]
     longest = max(prompt.shape[1] for prompt in prompts)
-    if longest + runs.max_new_tokens > model.config.max_position_embeddings:
-        raise PromptError(f"--max-new-tokens {runs.max_new_tokens} exceeds the model's context of 2048; give fewer")
+    if longest + max_new_tokens > model.config.max_position_embeddings:
+        raise PromptError(f"--max-new-tokens {max_new_tokens} exceeds the model's context of 2048; give fewer")
     drafts = list(dict.fromkeys((*_DRAFTS, draft)))
     specs = [ArmSpec("generate"), ArmSpec("plain"), *(ArmSpec("draft", each) for each in drafts)]
-    arms = [make_arm(spec, model) for spec in specs]
-    drafting, packed = 2 + drafts.index(draft), None
+    arms, packed = [make_arm(spec, model) for spec in specs], None
     if native.available() and model.device.type == "cpu":
         packed = load(model_place(DEMO), weights="planes", dtype="float32", draft=False)
         arms.append(OwnArm(ArmSpec("other", "planes"), packed))
 
-    screen = DemoScreen(quiet=output == "json")
-    screen.say(_about(spare, model.device), "")
-    own = {name: arm for name, arm in (("", arms[1]), (draft, arms[drafting])) if isinstance(arm, OwnArm)}
-    _show(screen, checkpoint, own, runs.temperature, min(runs.max_new_tokens, _SHOWN))
-    until, new = started + runs.seconds - _REST, runs.max_new_tokens
-    greedy, sampled = (Cell(DEMO, temperature, 1, longest, new) for temperature in (0.0, runs.temperature))
-    screen.say(f"Now {len(arms)} ways to decode, in turns, on {len(prompts)} such texts of {new} tokens ...", "")
+    screen = Console(quiet=output == "json", highlight=False, markup=False, soft_wrap=True)
+    screen.print(_about(spare, model.device), end="\n\n")
+    for arm in (arms[1], arms[2 + drafts.index(draft)]):
+        assert isinstance(arm, OwnArm)
+        _show(screen, checkpoint, arm, min(max_new_tokens, _SHOWN))
+    until = started + seconds - _REST
+    greedy, sampled = (Cell(DEMO, temperature, 1, longest, max_new_tokens) for temperature in (0.0, _TEMPERATURE))
+    screen.print(
+        f"Now {len(arms)} ways to decode, in turns, on {len(prompts)} such texts of {max_new_tokens} tokens ..."
+    )
+    screen.print()
     with progress_bar("measuring") as bar:
         begun = time.perf_counter()
         length = max(until - begun, 0.1)
-        task = bar.add_task("", total=length)
 
         def tick(_: int) -> None:
-            bar.update(task, completed=min(time.perf_counter() - begun, length))
+            bar.reach(min(time.perf_counter() - begun, length), length)
 
         asked = [Prompts.of_one_length(prompt) for prompt in prompts]
         for arm in arms:
@@ -154,12 +152,18 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         for cell, share in ((greedy, 0.5), (sampled, 1.0)):
             limit = begun + share * (until - begun)
             found[cell] = measure(model, cell, arms, asked, ENDLESS, 0, tick, until=limit)
-    pairs = [[_line(runs_[place], cell, runs_[0]) for cell, runs_ in found.items()] for place in range(len(arms))]
+    pairs = [[_line(runs[place], cell, runs[0]) for cell, runs in found.items()] for place in range(len(arms))]
     stock = _calls(found[greedy][0])
     differing = [each[0]["arm"] for each in pairs if each[0]["equal"] < 1]
-    headed = pairs[drafting]
+    headed = pairs[2 + drafts.index(draft)]
     result = Demonstrated(
-        settings={**asdict(runs), "draft": draft, "threads": torch.get_num_threads()},
+        settings={
+            "draft": draft,
+            "temperature": _TEMPERATURE,
+            "max_new_tokens": max_new_tokens,
+            "seconds": seconds,
+            "threads": torch.get_num_threads(),
+        },
         headline=headline(headed[0], not differing),
         identical=not differing,
         arms=[line for pair in pairs for line in pair],
@@ -171,32 +175,14 @@ def demo(runs: DemoRuns, device: Device = "cpu", threads: Threads = None, output
         seconds=time.perf_counter() - started,
         cores=spare,
         cpu_kernels=native.available(),
-        weight_bytes=_bytes(model),
-        packed_bytes=None if packed is None else _bytes(packed.model),
+        weight_bytes=sum(weight.nbytes for weight in model.parameters()),
+        packed_bytes=None if packed is None else sum(weight.nbytes for weight in packed.model.parameters()),
     )
-    if output == "text":
-        screen.say(result.headline, style="bold")
-        screen.say(_details(headed, runs.temperature), *_memory(result), "")
-        screen.show_table(pairs, headed, runs.temperature)
-        screen.say("", *_notes(result, on_cpu=model.device.type == "cpu"))
-        screen.say("", "A model of your own, MODEL being its folder or its name on the hub:", style="bold")
-        screen.say(*_NEXT)
+    screen.print(*_report(result, pairs, headed, on_cpu=model.device.type == "cpu"), sep="\n")
     if differing:
         message = f"greedy tokens of {', '.join(differing)} differ from the model's own; please report this as a bug"
         raise FailedRunError(TokensDifferError(message), result)
     return result
-
-
-def _bytes(model: torch.nn.Module) -> int:
-    return sum(weight.nbytes for weight in model.parameters())
-
-
-def _memory(result: Demonstrated) -> list[str]:
-    """Say what the weights take, and what the same bits of them take in planes."""
-    if result.packed_bytes is None:
-        return []
-    whole, packed = (each / 1e6 for each in (result.weight_bytes, result.packed_bytes))
-    return [f"planes: weights of {packed:.0f} MB in place of {whole:.0f} MB, not one bit changed"]
 
 
 def _calls(run: ArmRun) -> list[Call]:
@@ -228,56 +214,12 @@ def _line(run: ArmRun, cell: Cell, stock: ArmRun) -> Row:
     }
 
 
-class DemoScreen:
-    """Standard output, 80 columns wide, legible without colours; quiet where it is to hold JSON alone."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._console = Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
-
-    def say(self, *lines: str, style: str = "") -> None:
-        """Print lines, and have them seen now."""
-        self._console.print(*lines, sep="\n", style=style)
-        self._console.file.flush()
-
-    def show_text(self, title: str, prompt: str, stream: TextStream, rounds: Iterable[Round], bar: str) -> None:
-        """Print a text while it is decoded, behind the last two lines of its prompt, with `bar` after each pass."""
-        self.say(title, style="bold")
-        self._write(_INDENT + "\n".join(["", *prompt.splitlines()[-2:]])[1:])
-        lengths = []
-        for committed in rounds:
-            lengths.append(len(committed.rows[0].tokens))
-            self._write(stream.push(committed.rows[0].tokens) + bar)
-        self._write(stream.finish() + "\n")
-        self.say(f"({sum(lengths)} tokens in {len(lengths)} passes)", "", style="dim")
-
-    def show_table(self, arms: Sequence[Sequence[Row]], headed: Sequence[Row], temperature: float) -> None:
-        """Print a line for each arm, greedily and sampled, the one of the headline in bold."""
-        self.say(_row("times as fast", "greedy", f"temperature {temperature:g}", "prompt", "decoding", "a pass"))
-        for each in arms:
-            first = each[0]
-            greedy, sampled = (
-                f"1.00  {row['whole_tokens_per_second']:.0f} tokens/s" if each is arms[0] else _speed(row, 2)
-                for row in each
-            )
-            prompt, decoding = f"{first['first_token_seconds'] * 1e3:.0f} ms", f"{first['tokens_per_second']:.0f}/s"
-            row = _row(first["arm"], greedy, sampled, prompt, decoding, f"{first['mean_accepted_length']:.1f}")
-            self.say(row, style="bold" if each is headed else "")
-
-    def _write(self, text: str) -> None:
-        self._console.out(text.replace("\n", "\n" + _INDENT), end="")
-        self._console.file.flush()
-
-
 def headline(headed: Row, identical: bool) -> str:
     """Say in a line what a draft is worth, by its greedy figures."""
     speed = headed[_SPEED]
     said = f"{speed:.1f}x faster than" if speed >= 1.05 else f"{speed:.2f}x the speed of"
     text = "identical text" if identical else "THE TEXT DIFFERS"
     return f"{said} model.generate, {headed['mean_accepted_length']:.1f} tokens per pass, {text}"
-
-
-def _row(name: str, greedy: str, sampled: str, prompt: str, decoding: str, passes: str) -> str:
-    return f"{name[:14]:<15}{greedy:<19}{sampled:<19}{prompt:<9}{decoding:<10}{passes}"
 
 
 def _speed(row: Row, digits: int, unit: str = "") -> str:
@@ -300,54 +242,72 @@ def _about(spare: SpareCores, device: torch.device) -> str:
     return f"A model of 10M parameters that writes Python, on {where}{free};\nfloat32, {device_name(device)}"
 
 
-def _show(screen: DemoScreen, checkpoint: Checkpoint, arms: dict[str, OwnArm], temperature: float, new: int) -> None:
-    """Show a text as each arm decodes it with the same draws."""
+def _show(screen: Console, checkpoint: Checkpoint, arm: OwnArm, new: int) -> None:
+    """Show a text as an arm decodes it, behind the last two lines of its prompt; all arms have the same draws."""
     import torch
 
     from selfspec.decode.text_stream import TextStream
     from selfspec.measure.embedded import PROMPTS
 
-    prompt = PROMPTS[1]
-    ids = checkpoint.encode(prompt)
-    for draft, arm in arms.items():
-        generation = arm.wrapped.stream(
-            ids,
-            torch.ones_like(ids),
-            seed=_SEED,
-            accept="coupled",
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
-            max_new_tokens=new,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        title = f"{draft}, the same random draws; a bar ends each pass of the model:"
-        stream = TextStream(checkpoint.tokenizer, ids[0].tolist())
-        named = title if draft else "Plain decoding, a token a pass:"
-        screen.show_text(named, prompt, stream, generation, "|" if draft else "")
+    def write(text: str) -> None:
+        screen.out(text.replace("\n", "\n" + _INDENT), end="")
+
+    draft, ids = arm.spec.draft, checkpoint.encode(PROMPTS[1])
+    title = f"{draft}, the same random draws; a bar ends each pass of the model:"
+    screen.print(title if draft else "Plain decoding, a token a pass:", style="bold")
+    write(_INDENT + "\n".join(PROMPTS[1].splitlines()[-2:]))
+    stream, lengths = TextStream(checkpoint.tokenizer, ids[0].tolist()), []
+    for committed in arm.wrapped.stream(
+        ids,
+        torch.ones_like(ids),
+        seed=_SEED,
+        accept="coupled",
+        do_sample=True,
+        temperature=_TEMPERATURE,
+        top_k=0,
+        max_new_tokens=new,
+        eos_token_id=None,
+        pad_token_id=0,
+    ):
+        lengths.append(len(committed.tokens))
+        write(stream.push(committed.rows[0].tokens) + ("|" if draft else ""))
+    write(stream.finish() + "\n")
+    screen.print(f"({sum(lengths)} tokens in {len(lengths)} passes)", end="\n\n", style="dim")
 
 
-def _details(headed: Sequence[Row], temperature: float) -> str:
-    """Say what the headline is of, with its intervals."""
-    greedy, sampled = (_speed(row, 1, "x") for row in headed)
-    return f"{headed[0]['arm']}: greedy {greedy}, at temperature {temperature:g} {sampled}"
-
-
-def _notes(result: Demonstrated, on_cpu: bool) -> list[str]:
-    """Say what the table means."""
+def _report(
+    result: Demonstrated, arms: Sequence[Sequence[Row]], headed: Sequence[Row], on_cpu: bool
+) -> Iterator[Text | str]:
+    """Say what was measured in lines of 80 columns, the arm of the headline in bold, and what to type next."""
     from selfspec.kernels import native
 
-    turns = result.turns
-    measured = f"Medians of {turns} turns and their interval" if turns > 1 else "One turn: too few for intervals"
-    notes = [
-        f"{measured}; {result.seconds:.0f} seconds in all.",
-        "Times as fast: whole calls. The rest is greedy: time to the first tokens, tokens",
-        "a second after them, and tokens for each pass of the whole model.",
-        "exit:4 needs a model that was trained to exit early, as this one was. The other",
-        "drafts need no training: int8 is the model's own weights in 8 bits, lookup",
-        "copies from the text. planes is plain decoding over the same weights in 12 bits.",
-    ]
+    yield Text(result.headline, "bold")
+    greedy, sampled = (_speed(row, 1, "x") for row in headed)
+    yield f"{headed[0]['arm']}: greedy {greedy}, at temperature {_TEMPERATURE:g} {sampled}"
+    if result.packed_bytes is not None:
+        whole, packed = (each / 1e6 for each in (result.weight_bytes, result.packed_bytes))
+        yield f"planes: weights of {packed:.0f} MB in place of {whole:.0f} MB, not one bit changed"
+    yield ""
+    columns = "{:<15}{:<19}{:<19}{:<9}{:<10}{}"
+    yield columns.format("times as fast", "greedy", f"temperature {_TEMPERATURE:g}", "prompt", "decoding", "a pass")
+    for each in arms:
+        first = each[0]
+        greedy, sampled = (
+            f"1.00  {row['whole_tokens_per_second']:.0f} tokens/s" if each is arms[0] else _speed(row, 2)
+            for row in each
+        )
+        prompt, decoding = f"{first['first_token_seconds'] * 1e3:.0f} ms", f"{first['tokens_per_second']:.0f}/s"
+        row = columns.format(
+            first["arm"][:14], greedy, sampled, prompt, decoding, f"{first['mean_accepted_length']:.1f}"
+        )
+        yield Text(row, "bold" if each is headed else "")
+    yield ""
+    several = result.turns > 1
+    measured = f"Medians of {result.turns} turns and their interval" if several else "One turn: too few for intervals"
+    yield f"{measured}; {result.seconds:.0f} seconds in all."
+    yield _MEANING
     if on_cpu and not result.cpu_kernels:
-        notes += wrap(f"The CPU kernels, which make all of this faster, do not run: {native.absence()}.", _COLUMNS)
-    return notes
+        yield fill(f"The CPU kernels, which make all of this faster, do not run: {native.absence()}.", _COLUMNS)
+    yield ""
+    yield Text("A model of your own, MODEL being its folder or its name on the hub:", "bold")
+    yield _NEXT

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output
+from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output, read_text
 from selfspec.cli.outcome import FailedRunError
 from selfspec.cli.terminal import by_depth, console, facts_table, require_colours, two_digits
 from selfspec.decode.text_stream import TextStream, continuation
@@ -113,40 +113,6 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class TextCounts:
-    """Counts and times of a generation: see `selfspec.decode.output.Stats`. Rates without data are null."""
-
-    rounds: int
-    row_rounds: int
-    new_tokens: int
-    drafted: int
-    predicted: int
-    predicted_accepted: int
-    judged: int
-    accepted: int
-    overlap: float
-    judged_per_depth: list[int]
-    accepted_per_depth: list[int]
-    acceptance_rate: float | None
-    optimal_acceptance_rate: float | None
-    mean_accepted_length: float | None
-    cache_bytes: int
-    substitute_bytes: int
-    draft_bytes: int
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class RoundOfRow:
-    """A round, with `--show-drafts`; `tokens` are those committed."""
-
-    draft: list[int]
-    accepted: int
-    rejected: list[int]
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
 class Generated:
     """`selfspec generate`.
 
@@ -155,6 +121,8 @@ class Generated:
         sequence: prompt and new tokens.
         text: the new tokens as text.
         settings: what was asked for, defaults included; `sampling.seed` repeats the run.
+        stats: counts and times, as `selfspec.decode.output.Stats` names them; rates without data are null.
+        rounds: with `--show-drafts`.
     """
 
     prompt: str
@@ -164,8 +132,8 @@ class Generated:
     text: str
     settings: dict[str, Any]
     lossless: bool
-    stats: TextCounts
-    rounds: list[RoundOfRow] | None = None
+    stats: dict[str, Any]
+    rounds: list[RowRound] | None = None
 
 
 def generate(
@@ -201,7 +169,7 @@ def generate(
     used.
     """
     text = _read_prompt(prompt, prompt_file)
-    predicted = None if prediction is None else read_text("--prediction", prediction)
+    predicted = None if prediction is None else read_text(f"--prediction {prediction}", prediction.read_bytes)
     if shown.show_drafts and shown.output == "text":
         require_colours(sys.stdout)
 
@@ -275,16 +243,12 @@ def generate(
         text=continuation(checkpoint.tokenizer, prompt_ids, new_ids),
         settings=settings,
         lossless=generation.lossless,
-        stats=TextCounts(**generation.stats.to_dict()),
-        rounds=[_round(row) for row in rounds] if shown.show_drafts else None,
+        stats=generation.stats.to_dict(),
+        rounds=rounds if shown.show_drafts else None,
     )
     if ended_by is not None:
         raise FailedRunError(ended_by, result)
     return result
-
-
-def _round(row: RowRound) -> RoundOfRow:
-    return RoundOfRow(list(row.draft), row.accepted, list(row.rejected), list(row.tokens))
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
@@ -294,32 +258,15 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
     """
     if text is not None and file is not None:
         raise PromptError("give the prompt once: --prompt or --prompt-file")
-    if text is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
+    if text is not None:
+        return read_text("--prompt", text.encode)
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise PromptError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe it in")
-    source = "--prompt" if text is not None else "standard input" if file is None else str(file)
-    try:
-        if text is not None:
-            text.encode("utf-8")
-            return text
-        content = sys.stdin.buffer.read() if file is None else file.read_bytes()
-        found = content.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeError as error:
-        raise PromptError(f"{source} is not UTF-8 text ({error}); convert it first") from error
-    except OSError as error:
-        raise PromptError(f"{source} cannot be read: {error.strerror or error}") from error
+    source, read = ("standard input", sys.stdin.buffer.read) if file is None else (str(file), file.read_bytes)
+    found = read_text(source, read).removesuffix("\n").removesuffix("\r")
     if not found:
         raise PromptError(f"{source} is empty; give some text, or --prompt '' to start from the bos token alone")
     return found
-
-
-def read_text(name: str, file: Path) -> str:
-    """Read a text from the file that `name` says; raise a PromptError where that cannot be."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeError as error:
-        raise PromptError(f"{name} {file} is not UTF-8 text ({error}); convert it first") from error
-    except OSError as error:
-        raise PromptError(f"{name} {file} cannot be read: {error.strerror or error}") from error
 
 
 def _show_rounds(

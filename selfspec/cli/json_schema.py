@@ -17,7 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from selfspec.cli.app import app
-from selfspec.cli.outcome import SCHEMA_VERSION, Failure, Versions
+from selfspec.cli.outcome import SCHEMA_VERSION, Failure
+from selfspec.decode.output import RowRound
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
 from selfspec.tools.doctor import MachineReport, Packages
@@ -28,7 +29,7 @@ from selfspec.tools.prospects import CheckpointSummary
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.
 _ELSEWHERE = {
     each.__name__: each
-    for each in (*(CheckpointSummary, Estimate, Exported, MachineReport, Packages, PackedFolder, SpareCores),)
+    for each in (CheckpointSummary, Estimate, Exported, MachineReport, Packages, PackedFolder, RowRound, SpareCores)
 }
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)
 _VERSION: Any = (
@@ -83,8 +84,11 @@ def _hint(hint: Any) -> Any:
 
 
 def _output(result: type[BaseModel]) -> type[BaseModel]:
-    error: Any = _FAILURE | None, Field(None, description="what ended the command, where it failed")
-    added: dict[str, Any] = {"schema_version": _VERSION, "versions": (_model(Versions), ...), "error": error}
+    added: dict[str, Any] = {
+        "schema_version": _VERSION,
+        "versions": (dict[str, str], Field(description="of what ran")),
+        "error": (_FAILURE | None, Field(None, description="what ended the command, where it failed")),
+    }
     return create_model(result.__name__, __base__=result, __doc__=result.__doc__, **added)
 
 

@@ -16,7 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 from selfspec.cli.outcome import Result, print_json
-from selfspec.errors import CheckpointError, DraftConfigError, UnsupportedOptionError
+from selfspec.errors import CheckpointError, DraftConfigError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 from selfspec.measure.settings import Option as Described
 
@@ -79,7 +79,6 @@ Runtime = Annotated[
     ),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeat every timing N times.")]
-Temperature = Annotated[float, typer.Option(help="Temperature of sampling, above 0.")]
 PromptFile = Annotated[
     Path | None,
     typer.Option(help="Prompts: one a line, or JSONL with `prompt`, `turns`, `messages` or `text`. Default: built-in."),
@@ -153,53 +152,37 @@ class ModelOptions(MachineOptions):
 
 
 def load_within(
-    model: ModelOptions, budget: MemoryOptions, draft: Drafter | Profile | str | bool | None
+    model: ModelOptions, budget: MemoryOptions, drafts: Sequence[Drafter | Profile | str | None] | None
 ) -> SelfSpeculative:
-    """Load a model within a budget.
+    """Load a model from a folder within a budget, so that all of these drafts, as `read_draft` gives them, can draft.
 
-    Args:
-        model: from a folder.
-        budget: that has a size.
-        draft: as `read_draft` gives it; True: what promises most for what is streamed.
+    None: it drafts with what promises most for what is streamed.
+
+    Raises:
+        DraftConfigError: one is a profile, or two need copies in different formats.
     """
     from selfspec.api import load
     from selfspec.draft import Drafter
-
-    assert budget.memory is not None
-    if not isinstance(draft, Drafter | bool | None):
-        raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name another --draft")
-    return load(
-        model.place,
-        budget.memory,
-        weights=model.weights,
-        device=None if model.device == "auto" else model.device,
-        dtype=model.dtype,
-        draft=draft or False,
-        context=budget.context,
-    )
-
-
-def one_draft_in_fewer_bits(drafts: Sequence[Drafter | Profile | str | None]) -> Drafter | Profile | str | bool:
-    """Return a draft that a model is loaded for within a budget, so that all of these can draft; False: any will do.
-
-    Raises:
-        DraftConfigError: two need copies in different formats.
-    """
-    from selfspec.draft import Drafter
     from selfspec.placement.drafts import format_of
 
-    # `load_within` refuses profiles.
-    profile = next((draft for draft in drafts if not isinstance(draft, Drafter | None)), None)
-    if profile is not None:
-        return profile
-    named = [draft for draft in drafts if isinstance(draft, Drafter)]
+    named = [draft for draft in drafts or () if isinstance(draft, Drafter)]
+    if len(named) < sum(draft is not None for draft in drafts or ()):
+        raise DraftConfigError("a profile is for a model that is whole in memory; with --memory, name another --draft")
     in_formats = {name: draft for draft in named if (name := format_of(draft)) is not None}
     if len(in_formats) > 1:
         raise DraftConfigError(
             "within a budget rounded copies are made once: name drafts in one format, not in "
             f"{' and '.join(in_formats)}"
         )
-    return next(iter(in_formats.values()), False)
+    return load(
+        model.place,
+        budget.memory,
+        weights=model.weights,
+        device=None if model.device == "auto" else model.device,
+        dtype=model.dtype,
+        draft=drafts is None or next(iter([*in_formats.values(), *named]), False),
+        context=budget.context,
+    )
 
 
 def prepare_process(threads: int | None) -> None:
@@ -384,7 +367,7 @@ class DraftingOptions:
             return Loaded(spec, checkpoint.tokenizer)
         tokenizer = load_tokenizer(model.place)
         best = self.draft is None or self.draft.strip() == self.by_default == _BEST
-        spec = load_within(model, budget, True if best else self.drafter)
+        spec = load_within(model, budget, None if best else [self.drafter])
         if control is not None:
             spec = spec.drafting(spec.draft, draft_length=control)
         spec.model.generation_config = bare(spec.model).generation_config
@@ -398,9 +381,14 @@ Template = Annotated[
 
 def read_template(file: Path | None) -> str | None:
     """Read the file of a chat template, where there is one."""
+    return None if file is None else read_text(f"--template {file}", file.read_bytes, CheckpointError)
+
+
+def read_text(source: str, read: Callable[[], bytes], kind: type[SelfSpecError] = PromptError) -> str:
+    """Read a text in UTF-8; where that cannot be, an error of a kind names the source."""
     try:
-        return None if file is None else file.read_text(encoding="utf-8")
+        return read().decode("utf-8")
     except UnicodeError as error:
-        raise CheckpointError(f"--template {file} is not UTF-8 text ({error}); convert it first") from error
+        raise kind(f"{source} is not UTF-8 text ({error}); convert it first") from error
     except OSError as error:
-        raise CheckpointError(f"--template {file} cannot be read: {error.strerror or error}") from error
+        raise kind(f"{source} cannot be read: {error.strerror or error}") from error

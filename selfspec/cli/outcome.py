@@ -59,16 +59,6 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True)
-class Versions:
-    """Versions of what ran."""
-
-    selfspec: str
-    torch: str
-    transformers: str
-    python: str
-
-
 def print_json(result: Result | None, failure: Failure | None = None) -> None:
     """Print a result as one JSON object on one line, which says the version of its schema, and of what made it.
 

@@ -11,7 +11,7 @@ import typer
 
 from selfspec.cli.ablate import PRINTED, SHOWN, DraftLengths, TextsAndCosts, given, prepare_quietly
 from selfspec.cli.options import MachineOptions, Model, Output, Seed
-from selfspec.cli.terminal import StepBar, print_tables, progress_bar
+from selfspec.cli.terminal import print_tables, progress_bar
 from selfspec.errors import DraftConfigError
 
 _DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6, 8]
@@ -84,7 +84,7 @@ def search(
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
     with progress_bar("searching") as bar:
-        finding = searching.search(studied, study, space, evaluations, runs, StepBar(bar))
+        finding = searching.search(studied, study, space, evaluations, runs, bar)
     scores = searching.scored(finding)
     best = max(scores, key=searching.speed)
     about: dict[str, Any] = {

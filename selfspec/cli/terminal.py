@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
 from typing import IO, TYPE_CHECKING
@@ -82,7 +82,7 @@ def require_colours(stream: IO[str]) -> None:
         )
 
 
-class StepBar(Watch):
+class ProgressBar(Watch):
     """Shows the steps of work in stages; a stage begins the bar anew."""
 
     def __init__(self, progress: Progress) -> None:
@@ -100,24 +100,16 @@ class StepBar(Watch):
         self._progress.update(self._task, description=what, completed=self._begun)
         self._begun += steps
 
-
-@contextmanager
-def counting_bar(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that follows a count: call what it gives with what is done and what there is to do."""
-    with progress_bar(verb) as bar:
-        task = bar.add_task("", total=None)
-
-        def count(done: int, known: int) -> None:
-            bar.update(task, completed=done, total=known, description=f"{done} of {known}")
-
-        yield count
+    def reach(self, done: float, steps: float) -> None:
+        """Show that so many of the steps are done."""
+        self._progress.update(self._task, description=f"{done:.0f} of {steps:.0f}", completed=done, total=steps)
 
 
 @contextmanager
-def progress_bar(verb: str) -> Iterator[Progress]:
+def progress_bar(verb: str) -> Iterator[ProgressBar]:
     """Show a bar on standard error for work of more than a few seconds, gone when done.
 
-    Where that is no terminal it is a line every ten seconds. The description of a task is shown behind the bar.
+    Where that is no terminal it is a line every ten seconds.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -134,7 +126,7 @@ def progress_bar(verb: str) -> Iterator[Progress]:
         disable=not stderr.is_terminal,
     )
     with progress, nullcontext() if stderr.is_terminal else _lines(verb, progress):
-        yield progress
+        yield ProgressBar(progress)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, grouped, prepare_process
-from selfspec.cli.terminal import console, counting_bar, figures_table
+from selfspec.cli.terminal import console, figures_table, progress_bar
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import (
     Course,
@@ -181,10 +181,10 @@ def _train(
 
     if step := resumed_step(to):
         say(f"step {step}: resumed from the checkpoint of this step in {to}", "resumed")
-    with counting_bar("training") as count:
+    with progress_bar("training") as bar:
 
         def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
-            count(step, steps)
+            bar.reach(step, steps)
             if figures:
                 seen.append(figures)
                 said = _line(figures)

@@ -16,11 +16,10 @@ from selfspec.cli.options import (
     Output,
     PromptFile,
     load_within,
-    one_draft_in_fewer_bits,
     read_draft,
 )
 from selfspec.cli.outcome import FAILED, print_json
-from selfspec.cli.terminal import StepBar, console, figures_table, progress_bar
+from selfspec.cli.terminal import console, figures_table, progress_bar
 from selfspec.errors import DraftConfigError
 from selfspec.tools.verify.settings import Settings
 
@@ -112,7 +111,7 @@ def verify(
         check_reads_text(checkpoint.model)
     else:
         tokenizer = load_tokenizer(model.place)
-        spec = load_within(model, budget, True if named is None else one_draft_in_fewer_bits(drafts))
+        spec = load_within(model, budget, named and drafts)
         checkpoint = Checkpoint(spec.model, tokenizer)
         if named is None and isinstance(spec.draft, Drafter):
             drafts = [spec.draft, *drafts]
@@ -121,7 +120,7 @@ def verify(
     prompts = [prompt.to(device) for prompt in workload.whole_prompts(writer)]
     started = time.perf_counter()
     with progress_bar("verifying") as progress:
-        report = run(checkpoint.model, prompts, drafters, settings, watch=StepBar(progress))
+        report = run(checkpoint.model, prompts, drafters, settings, watch=progress)
     seconds = time.perf_counter() - started
     found, placement = report.to_dict(), placement_of(checkpoint.model)
     used = {

@@ -27,7 +27,7 @@ from selfspec.cli.app import app
 from selfspec.cli.json_schema import OUTPUTS, schema_of
 from selfspec.cli.options import read_draft
 from selfspec.cli.search import verdict as verdict_of_search
-from selfspec.cli.terminal import StepBar, counting_bar, progress_bar
+from selfspec.cli.terminal import progress_bar
 from selfspec.draft import LayerSkip
 from selfspec.draft.registry import declarations
 from selfspec.errors import DraftConfigError, SelfSpecError
@@ -208,8 +208,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("often")
 def test_a_step_that_takes_long_is_said_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("measuring") as progress:
-        bar = StepBar(progress)
+    with progress_bar("measuring") as bar:
         bar.begin(4)
         bar.step("cell 1 of 2")
         bar.step("cell 2 of 2: [all]")
@@ -222,14 +221,14 @@ def test_a_step_that_takes_long_is_said_again_and_again(capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("often")
 def test_a_count_is_said_and_nothing_after_its_end_and_of_short_work(capsys: pytest.CaptureFixture[str]) -> None:
-    with counting_bar("rounding") as count:
-        count(3, 12)
+    with progress_bar("rounding") as bar:
+        bar.reach(3, 12)
         time.sleep(0.12)
     said = capsys.readouterr().err
     assert "rounding: 3 of 12" in said
     time.sleep(0.12)
-    with progress_bar("measuring") as progress:
-        StepBar(progress).begin(1)
+    with progress_bar("measuring") as bar:
+        bar.begin(1)
     assert capsys.readouterr().err == ""
 
 

@@ -110,7 +110,6 @@ COMMANDS = {
         "--draft exit:12": "choose 1..11",
         "--seconds -1": "--seconds",
         "--seconds inf": "--seconds",
-        "--temperature 0": "give one above 0",
         "--max-new-tokens 1": "--max-new-tokens",
     },
     "bench {stories} --to {tmp}/new": {
