@@ -154,7 +154,7 @@ class SharedCache(Cache):
         self.cursors.seq_lens = [*before, *other.seq_lens]
         self.cursors.offsets = [*self.cursors.offsets, *other.cursors.offsets]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
-            own.join_slots(theirs, first)
+            own.copy_rows(theirs, enumerate(other.seq_lens), first)
         for states, others in zip(self._recurrent, other._recurrent, strict=True):
             states.join_states(others, first, rows)
 
@@ -166,7 +166,7 @@ class SharedCache(Cache):
         self.cursors.seq_lens = [length]
         self.cursors.offsets = [other.cursors.offsets[row]]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
-            own.take_slots(theirs, row, length)
+            own.copy_rows(theirs, [(row, length)], 0)
         for states, others in zip(self._recurrent, other._recurrent, strict=True):
             states.take_states(others, row)
 
@@ -180,7 +180,7 @@ class SharedCache(Cache):
     def keep(self, rows: Sequence[int]) -> None:
         """Keep some rows, at least one, moving each only towards the front. Storage of dropped rows stays allocated."""
         for layer in self._slotted:
-            layer.move_slots(rows, [self.seq_lens[row] for row in rows])
+            layer.copy_rows(layer, [(row, self.seq_lens[row]) for row in rows], 0)
         self._narrow_places(rows)
         for layer in self._slotted:
             layer.show()

@@ -7,7 +7,7 @@ is small. Also, several architectures start a pass over several tokens from an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -129,8 +129,12 @@ class SharedLayer(CacheLayerMixin):
         if self._stored is not None:
             self._store([slots[to_device(rows, slots.device)] for slots in self.parts])
 
-    def join_slots(self, other: SharedLayer, first: int) -> None:
-        """Copy the rows of another cache's layer; the first of them becomes row `first`."""
+    def copy_rows(self, other: SharedLayer, rows: Iterable[tuple[int, int]], first: int) -> None:
+        """Copy the first slots of rows of a layer of another cache, or of this one; zero what is behind them.
+
+        `rows` has the number and the length of each; the first of them becomes row `first`, and here none moves to a
+        later place.
+        """
         if self._stored is None and other._stored is not None:
             self._begin_like(other)
             self._store([self._slots_like(slots) for slots in other._stored])
@@ -139,19 +143,11 @@ class SharedLayer(CacheLayerMixin):
             return
         self._settle()
         other._settle()
-        for index, length in enumerate(other._cursors.seq_lens):
-            for number, slots in enumerate(self._stored):
-                source = None if other._stored is None else other._stored[number][index]
-                _fill(slots[first + index], source, length)
-
-    def take_slots(self, other: SharedLayer, row: int, length: int) -> None:
-        """Copy the first slots of a row of another cache's layer into the only row here, and zero the rest."""
-        if other._stored is not None:
-            other._settle()
-            self._begin_like(other)
-            self._store([self._slots_like(slots) for slots in other._stored])
-            for own, theirs in zip(self.parts, other._stored, strict=True):
-                _fill(own[0], theirs[row], length)
+        for target, (row, length) in enumerate(rows, first):
+            if other is not self or row != target:
+                for number, slots in enumerate(self._stored):
+                    source = None if other._stored is None else other._stored[number][row]
+                    _fill(slots[target], source, length)
 
     def _begin_like(self, other: SharedLayer) -> None:
         """Copy what another cache's layer knows of the model."""
@@ -164,14 +160,6 @@ class SharedLayer(CacheLayerMixin):
             self._begin_like(other)
             self._store([slots.zero_() for slots in other._stored])
             self.is_initialized = True
-
-    def move_slots(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Move some rows to the front, in the order given; no row moves to a later place."""
-        self._settle()
-        for target, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            if row != target and self._stored is not None:
-                for slots in self._stored:
-                    _fill(slots[target], slots[row], length)
 
     def scrub(self, row: int) -> None:
         """Zero the slots past a row's end."""
