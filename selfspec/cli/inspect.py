@@ -126,8 +126,8 @@ def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     from selfspec.formats.format import formats
     from selfspec.placement.plan import shown_bytes
 
-    plan, memory = planned.plan, planned.survey.memory
-    layers = len(memory.layers) - 1
+    plan = planned.plan
+    layers = len(plan.memory.layers) - 1
     where = "the disk" if planned.survey.source.device.type == "cpu" else "the host"
     yield "layers that stay exact in memory", f"{min(plan.resident, layers)} of {layers}"
     if plan.partly:
@@ -135,13 +135,9 @@ def _plan(planned: PlannedCheckpoint) -> Iterator[tuple[str, str]]:
     yield "streamed, each pass", f"{shown_bytes(plan.streamed)} from {where}" if plan.streamed else "nothing"
     if plan.format is not None and formats()[plan.format].copies:
         yield "rounded copies, for drafts", f"{formats()[plan.format].bits} bits"
-    kept = ", the rest on the host" if planned.survey.cache == "host" else ""
-    yield "keys and values", shown_bytes(memory.cache) + kept
-    if memory.process:
-        yield "the process itself", shown_bytes(memory.process)
-    if memory.draft:
-        yield "the draft's own weights, keys and values", shown_bytes(memory.draft)
-    yield "total", shown_bytes(plan.total)
+    yield "memory", f"{shown_bytes(plan.total)}: {plan.told}"
+    if planned.survey.cache == "host":
+        yield "keys and values", "on the host"
     yield "plain decoding, predicted", f"{plan.plain:.2f} tokens/s"
     if plan.drafting is not None:
         yield "with drafts, predicted", f"{plan.drafting:.2f} tokens/s, {plan.draft_length} drafted a round"

@@ -139,10 +139,10 @@ class PlannedCheckpoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan and what it is for, ready for JSON."""
-        known = self.survey
+        known, plan = self.survey, self.plan
         where = {"device": str(known.source.device), "context": known.context, "cache": known.cache}
-        bits = None if self.plan.format is None else formats()[self.plan.format].bits
-        return {**where, "memory": asdict(known.memory), **asdict(self.plan), "bits": bits}
+        bits = None if plan.format is None else formats()[plan.format].bits
+        return {**where, **asdict(plan), "streamed": plan.streamed, "total": plan.total, "bits": bits}
 
 
 def plan_checkpoint(

@@ -106,29 +106,19 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Says what stays in memory and what is streamed.
+class Split:
+    """Says what of a model stays in memory, and counts its bytes; the rest is streamed.
 
     Attributes:
         resident: number of layers that stay, from the first; the head counts as the layer after the last.
-        streamed: bytes that a target pass streams.
         format: of copies of the layers of which nothing stays, or of the part of all; None: there are no drafts.
-        plain: predicted steps of plain decoding a second.
-        drafting: predicted tokens a second with drafts; None: there are no drafts.
-        draft_step: predicted c; None: there are no drafts.
         partly: number of layers, after those that stay, of which a part stays that drafts.
         part: the format that reads it; None: there are no such layers.
     """
 
+    memory: Memory
     resident: int
-    streamed: int
     format: str | None
-    total: int
-    bandwidth: Bandwidth
-    plain: float
-    drafting: float | None = None
-    draft_step: float | None = None
-    draft_length: int = 0
     partly: int = 0
     part: str | None = None
 
@@ -136,11 +126,79 @@ class Plan:
         """Return which parts of a layer are in memory."""
         if layer < self.resident:
             return Stays.WHOLE
-        return Stays.PART if layer < self.resident + self.partly else Stays.NOTHING
+        return Stays.PART if layer < self.end else Stays.NOTHING
 
     def drafts(self, stays: Stays) -> str | None:
         """Return the format in which layers draft of which not all stays; None: nothing drafts."""
         return self.part if stays is Stays.PART else self.format
+
+    @property
+    def end(self) -> int:
+        return self.resident + self.partly
+
+    @property
+    def whole(self) -> int:
+        return sum(self.memory.layers[: self.resident])
+
+    @property
+    def parts(self) -> int:
+        return 0 if self.part is None else sum(self.memory.parts[self.part][self.resident : self.end])
+
+    @property
+    def streamed(self) -> int:
+        """Bytes that a target pass streams."""
+        return sum(self.memory.layers) - self.whole - self.parts
+
+    @property
+    def copies(self) -> int:
+        """Copies of layers of which nothing stays; where all stay, those that a draft needs."""
+        if self.format is None or self.format in self.memory.parts:
+            return 0
+        substitutes = self.memory.substitutes[self.format]
+        if self.resident == len(self.memory.layers):
+            return sum(substitutes) + self.memory.kept_substitutes.get(self.format, 0)
+        return sum(substitutes[self.end :])
+
+    @property
+    def account(self) -> dict[str, int]:
+        """Bytes by what they are for; every plan, refusal and summary counts these, and no others."""
+        memory = self.memory
+        return {
+            "for the process": memory.process,
+            "for weights that stay": memory.kept + self.whole,
+            "for weights on their way": 0 if self.resident == len(memory.layers) else SLOTS * memory.largest,
+            "for parts that draft": self.parts,
+            "for copies that draft": self.copies,
+            "for keys and values": memory.cache,
+            "for the draft's own weights, keys and values": memory.draft,
+            "to work with": memory.working,
+        }
+
+    @property
+    def told(self) -> str:
+        """The account in words."""
+        return ", ".join(f"{shown_bytes(size)} {what}" for what, size in self.account.items() if size)
+
+    @property
+    def total(self) -> int:
+        return sum(self.account.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Split):
+    """Adds what is predicted of it.
+
+    Attributes:
+        plain: steps of plain decoding a second.
+        drafting: tokens a second with drafts; None: there are no drafts.
+        draft_step: c; None: there are no drafts.
+    """
+
+    bandwidth: Bandwidth
+    plain: float
+    drafting: float | None = None
+    draft_step: float | None = None
+    draft_length: int = 0
 
 
 def plan_memory(
@@ -161,67 +219,6 @@ def plan_memory(
         least = min(splits or [Split(memory, 0, each) for each in choices], key=lambda split: split.total)
         raise UnsupportedOptionError(_too_little(budget, least))
     return max((_predicted(split, bandwidth) for split in most.values()), key=lambda plan: plan.drafting or plan.plain)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Gives the bytes of what stays if some layers do, and of some after these a part."""
-
-    memory: Memory
-    resident: int
-    format: str | None
-    partly: int = 0
-    part: str | None = None
-
-    @property
-    def end(self) -> int:
-        return self.resident + self.partly
-
-    @property
-    def whole(self) -> int:
-        return sum(self.memory.layers[: self.resident])
-
-    @property
-    def parts(self) -> int:
-        return 0 if self.part is None else sum(self.memory.parts[self.part][self.resident : self.end])
-
-    @property
-    def copies(self) -> int:
-        """Copies of layers of which nothing stays; where all stay, those that a draft needs."""
-        if self.format is None or self.format in self.memory.parts:
-            return 0
-        substitutes = self.memory.substitutes[self.format]
-        if self.resident == len(self.memory.layers):
-            return sum(substitutes) + self.memory.kept_substitutes.get(self.format, 0)
-        return sum(substitutes[self.end :])
-
-    @property
-    def slots(self) -> int:
-        return 0 if self.resident == len(self.memory.layers) else SLOTS * self.memory.largest
-
-    @property
-    def account(self) -> dict[str, int]:
-        """Bytes by what they are for; every plan, refusal and summary counts these, and no others."""
-        memory = self.memory
-        return {
-            "for the process": memory.process,
-            "for weights that stay": memory.kept + self.whole,
-            "for weights on their way": self.slots,
-            "for parts that draft": self.parts,
-            "for copies that draft": self.copies,
-            "for keys and values": memory.cache,
-            "for the draft's own weights, keys and values": memory.draft,
-            "to work with": memory.working,
-        }
-
-    @property
-    def told(self) -> str:
-        """The account in words."""
-        return ", ".join(f"{shown_bytes(size)} {what}" for what, size in self.account.items() if size)
-
-    @property
-    def total(self) -> int:
-        return sum(self.account.values())
 
 
 def _splits(memory: Memory, format: str | None) -> Iterator[Split]:
@@ -254,15 +251,12 @@ def _too_little(budget: int, least: Split) -> str:
 
 
 def _predicted(split: Split, bandwidth: Bandwidth) -> Plan:
-    memory, count = split.memory, len(split.memory.layers)
-    streamed = sum(memory.layers) - split.whole - split.parts
+    memory, count, streamed = split.memory, len(split.memory.layers), split.streamed
     kept = memory.kept + split.whole
     # Weights are multiplied while the next ones arrive, and while the host launches what follows.
     target = kept / bandwidth.memory + max(streamed / bandwidth.stream, (streamed + split.parts) / bandwidth.memory)
     target = max(target, (_OF_LAYER * count if streamed else _OF_STEP) * bandwidth.launch)
-    plan = Plan(
-        split.resident, streamed, split.format, split.total, bandwidth, 1 / target, partly=split.partly, part=split.part
-    )
+    plan = Plan(**vars(split), bandwidth=bandwidth, plain=1 / target)
     if split.format is None or not streamed:
         return plan
     # A round of a chain commits (1 - a^(n + 1)) / (1 - a) tokens; verification need not run its first layers again.

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import selfspec
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import default_draft, place
-from selfspec.placement.plan import Bandwidth, Plan
+from selfspec.placement.plan import Bandwidth, Memory, Plan
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, FromHost, WeightSource
 from selfspec.placement.weight_stream import DeviceCopies
@@ -96,7 +96,18 @@ def plan(resident: int, format: str | None = None, partly: int = 0) -> Plan:
     """Plan five layers, the last of which is the head, so that some stay and some stay in part."""
     drafting, step = (None, None) if format is None else (4.0, 0.05)
     part = "upper" if partly else None
-    return Plan(resident, resident < 5, format, 0, Bandwidth(10e9, 1e9), 1.0, drafting, step, 0, partly, part)
+    memory = Memory(0, 0, (1,) * 5, 1, {}, 0, 0, parts={"upper": (0,) * 5})
+    return Plan(
+        memory,
+        resident,
+        format,
+        partly,
+        part,
+        bandwidth=Bandwidth(10e9, 1e9),
+        plain=1.0,
+        drafting=drafting,
+        draft_step=step,
+    )
 
 
 def streamed(

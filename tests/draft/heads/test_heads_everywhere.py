@@ -15,6 +15,7 @@ import selfspec
 import selfspec.runtime
 from helpers import published_heads, tiny
 from helpers.captures import StandIn, ticking
+from helpers.copies import plan
 from helpers.drafting import GREEDY
 from helpers.joints import assert_rows_are_stock, padded
 from helpers.reference_heads import PROMPTS
@@ -26,7 +27,6 @@ from selfspec.draft.registry import parse_draft
 from selfspec.errors import DraftConfigError, HeadError, UnsupportedModelError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.placement.place import place, plan_checkpoint
-from selfspec.placement.plan import Bandwidth, Plan
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk
 from selfspec.runtime.graph_cache import GraphCache
@@ -40,8 +40,7 @@ def streamed(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Write a model, and load it so that all layers but one are streamed from the disk."""
     if not (folder / "model.safetensors").exists():
         model.save_pretrained(folder)
-    plan = Plan(1, True, None, 0, Bandwidth(10e9, 1e9), 1.0)
-    return eager(place(survey(str(folder), None, 128, FromDisk()), plan))
+    return eager(place(survey(str(folder), None, 128, FromDisk()), plan(1)))
 
 
 def eager(model: Any) -> Any:
