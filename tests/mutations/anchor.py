@@ -25,15 +25,31 @@ class EntryError(Exception):
 
 @dataclass(frozen=True)
 class Planted:
+    """A file with a bug in one of its statements: those before it, what takes its place, and those after it."""
+
     file: Path
-    text: str
+    statements: Sequence[ast.stmt]
+
+    @property
+    def text(self) -> str:
+        return ast.unparse(ast.Module([*self.statements], []))
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A definition by its dotted name, and the place of the statement of its file that it is in."""
+
+    name: str
+    file: Path
+    place: int
+    node: ast.AST
 
 
 @dataclass(frozen=True)
 class _Match:
     """Code that was found: its nodes, one expression or statements in a row, and what each placeholder matched."""
 
-    file: Path
+    within: _Definition
     nodes: Sequence[ast.AST]
     bound: dict[str, ast.expr]
 
@@ -45,7 +61,10 @@ class Sources:
         files = sorted(path for folder in _CODE for path in (root / folder).rglob("*.py"))
         self._trees = {file.relative_to(root): ast.parse(file.read_text(encoding="utf-8")) for file in files}
         self._definitions = [
-            (name, file, node) for file, tree in self._trees.items() for name, node in _definitions(tree, "")
+            _Definition(name, file, place, node)
+            for file, tree in self._trees.items()
+            for place, statement in enumerate(tree.body)
+            for name, node in _definitions(ast.Module([statement], []), "")
         ]
 
     def planted(self, mutation: Mutation) -> Planted:
@@ -53,31 +72,34 @@ class Sources:
         right, wrong = _parsed(mutation.right, mutation), _parsed(mutation.wrong, mutation)
         if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (right, wrong)):
             right, wrong = ([part[0].value] for part in (right, wrong))  # type: ignore[attr-defined]
-        places = [(file, node) for name, file, node in self._definitions if name == mutation.at]
-        matches = [match for file, node in places for match in _matches(right, file, node)]
+        places = [each for each in self._definitions if each.name == mutation.at]
+        matches = [match for each in places for match in _matches(right, each)]
         if len(matches) != 1:
-            files = ", ".join(str(file) for file, _ in places)
+            files = ", ".join(str(each.file) for each in places)
             raise EntryError(f"{mutation.name!r}: {self._remedy(mutation, right, files, len(matches))}")
         (match,) = matches
-        before = ast.unparse(self._trees[match.file])
+        file, place = match.within.file, match.within.place
+        body = self._trees[file].body
+        # Only the statement that is changed is copied, written and compiled: files are long, and bugs are many.
         memo: dict[int, ast.AST] = {}
-        tree = copy.deepcopy(self._trees[match.file], memo)
+        changed = ast.Module([copy.deepcopy(body[place], memo)], [])
         filled = [_Filled(match.bound).visit(each) for each in wrong]
-        after = ast.unparse(_Planting([memo[id(node)] for node in match.nodes], filled).visit(tree))
+        changed = _Planting([memo[id(node)] for node in match.nodes], filled).visit(changed)
+        after = ast.unparse(changed)
         try:
-            compile(after, str(match.file), "exec", dont_inherit=True)
+            compile(after, str(file), "exec", dont_inherit=True)
         except SyntaxError as error:
-            raise EntryError(f"{mutation.name!r}: {match.file} does not compile with the bug in it: {error}") from error
-        if after == before:
+            raise EntryError(f"{mutation.name!r}: {file} does not compile with the bug in it: {error}") from error
+        if after == ast.unparse(body[place]):
             raise EntryError(f"{mutation.name!r}: `wrong` is the same code as `right`. Write what is wrong.")
-        return Planted(match.file, after)
+        return Planted(file, [*body[:place], *changed.body, *body[place + 1 :]])
 
     def _remedy(self, mutation: Mutation, right: list[ast.AST], files: str, found: int) -> str:
         if found:
             return f"`right` is found {found} times in {mutation.at} ({files}). Take in more of the code around it."
         missing = f"`right` is not in {mutation.at} ({files})" if files else f"nothing is defined as {mutation.at}"
         # Inner definitions come after outer ones, and say more.
-        elsewhere = {str(file): name for name, file, node in self._definitions if any(_matches(right, file, node))}
+        elsewhere = {str(each.file): each.name for each in self._definitions if any(_matches(right, each))}
         if elsewhere:
             places = ", ".join(f"{name} ({file})" for file, name in elsewhere.items())
             return f"{missing}; this code is in {places}. Correct `at`."
@@ -105,15 +127,15 @@ def _parsed(code: str, mutation: Mutation) -> list[ast.AST]:
         raise EntryError(f"{mutation.name!r}: {code!r} is no whole expression, and no whole statements.") from error
 
 
-def _matches(pattern: list[ast.AST], file: Path, node: ast.AST) -> Iterator[_Match]:
+def _matches(pattern: list[ast.AST], within: _Definition) -> Iterator[_Match]:
     """Find a pattern in a piece of code and within it."""
     # Each node by itself, and those of a list in a row.
-    rows = [[node], *(value for each in ast.walk(node) for _, value in ast.iter_fields(each))]
+    rows = [[within.node], *(value for each in ast.walk(within.node) for _, value in ast.iter_fields(each))]
     for row in (each if isinstance(each, list) else [each] for each in rows):
         for start in range(len(row) - len(pattern) + 1):
             nodes, bound = row[start : start + len(pattern)], dict[str, ast.expr]()
             if type(nodes[0]) is type(pattern[0]) and _alike(pattern, nodes, bound):
-                yield _Match(file, nodes, bound)
+                yield _Match(within, nodes, bound)
 
 
 def _alike(pattern: object, code: object, bound: dict[str, ast.expr]) -> bool:
