@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave a tier every fourth case of a test that has many, mixed by their names; `contract` has the others.
 
-    Of the table of invariants, which says itself what is in a plain run, every draft is in half of the tests.
+    Of the table of invariants, which says itself what is in a plain run, every draft is in a third of the tests.
     """
     tiers = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts")))) - TIERS_OF_SOME_CASES
     cases: dict[str, list[pytest.Item]] = {}
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for turn, found in enumerate(cases.values()):
         others: list[pytest.Item] = []
         if found[0].path.parent.name == "invariants":
-            others = found[turn % 2 :: 2] if len(found) > 1 else []
+            others = [each for place, each in enumerate(found) if (place + turn) % 3] if len(found) > 1 else []
         elif len(found) > MANY_CASES:
             others = sorted(found, key=lambda item: zlib.crc32(item.nodeid.encode()))[ceil(len(found) / 4) :]
         for item in others:

@@ -178,6 +178,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(terminal: pexpect.spaw
     assert_ends_well(terminal)
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("terminal", ["xterm"], indirect=True)
 def test_what_is_pasted_is_one_message(terminal: pexpect.spawn, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
@@ -213,6 +214,7 @@ def test_many_interrupts_end_one_answer_and_nothing_else(terminal: pexpect.spawn
     assert_ends_well(terminal)
 
 
+@pytest.mark.tools
 def test_serves_and_finishes_what_runs_when_it_is_told_to_stop(folder: str, tmp_path: Path) -> None:
     words = ["serve", folder, "--port", "0", "--name", "stories", "--template", written(tmp_path), "--output", "json"]
     process = subprocess.Popen(

@@ -92,6 +92,7 @@ def typed(words: str, padded: str, place: Path) -> list[str]:
     return words.format(padded=padded, place=place, text=place / "text.txt", to=place / "made").split()
 
 
+@pytest.mark.tools
 def test_bench(said: Said, padded: str, place: Path) -> None:
     words = (
         "bench {padded} --workload x={place}/prompts.jsonl --arm draft --arm lookup --draft lookup+exit:3 --to {to} "

@@ -19,6 +19,7 @@ def text(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.tools
 def test_a_vocabulary_is_counted_and_stays_exact(invoke: Invoke, folder: str, text: str, tmp_path: Path) -> None:
     file = str(tmp_path / "v.json")
     counted = invoke("train", "vocabulary", folder, "--text", text, "--to", file, "--size", "16", "--output", "json")

@@ -52,6 +52,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Tokens after which rows choose again, in tests of whole texts: fewer than in earnest.
+OFTEN = 16
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.cache.view.EVERY", OFTEN)
+
+
 def _built(family: str) -> PreTrainedModel:
     return shrunken(family, max_position_embeddings=512, **FAMILIES[family])
 
@@ -153,14 +162,15 @@ def test_a_step_attends_to_the_top_chunks_and_the_latest_tokens(one_layer: PreTr
     assert _attended(one_layer, top, LONG, 3, tree) == [[*expected, *range(since, LONG)]] * 3
 
 
+@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize(("draft", "nodes"), [("int8", 3), ("exit", 7), ("skip set", 7)])
 def test_greedy_text_over_the_top_is_stock_text(long_llama: PreTrainedModel, draft: str, nodes: int) -> None:
     around = TopOfCache(DRAFTS[draft], KEYS)
     spec = selfspec.wrap(long_llama, around, draft_length=selfspec.FixedLength(3, nodes=nodes))
     for rows, tokens in ((1, LONG), (3, LONG), (1, 20)):
         ids = tiny.prompt(tokens, rows).clamp(min=1)
-        output = spec.generate(ids, max_new_tokens=EVERY + 10, **GREEDY)
-        assert torch.equal(output.sequences, stock(long_llama, ids, EVERY + 10))
+        output = spec.generate(ids, max_new_tokens=OFTEN + 10, **GREEDY)
+        assert torch.equal(output.sequences, stock(long_llama, ids, OFTEN + 10))
         assert output.stats.drafted > 0
 
 
@@ -220,6 +230,7 @@ def test_families_choose(family: str) -> None:
     assert torch.equal(spec.generate(ids, max_new_tokens=12, **GREEDY).sequences, stock(model, ids, 12))
 
 
+@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize(
     "before",
     [
@@ -232,7 +243,7 @@ def test_families_choose(family: str) -> None:
 def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedModel, before: Drafter | None) -> None:
     over_top = TopOfCache(LayerSkip(mlp=[1]), KEYS)
     draft = over_top if before is None else Cascade(before, over_top)
-    options: dict[str, Any] = {"max_new_tokens": 2 * EVERY, "do_sample": True, "temperature": 0.8, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 2 * OFTEN, "do_sample": True, "temperature": 0.8, "seed": 3}
     for seed, beside in enumerate((160, 20, 20)):
         rows = tiny.prompt(LONG + 100, 2, seed=seed).clamp(min=1)
         rows[1, :-beside] = 0

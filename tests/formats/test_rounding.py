@@ -170,6 +170,7 @@ assert loaded.model.placement.plan.format == "halves"
 """
 
 
+@pytest.mark.tools
 def test_a_format_of_a_package_is_known_everywhere(tmp_path: Path) -> None:
     (tmp_path / "halves.py").write_text(PACKAGE)
     metadata = tmp_path / "halves-1.dist-info"

@@ -348,6 +348,7 @@ def stuck(seconds: float) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.tools
 def test_sigterm_ends_the_process_in_time_whatever_runs() -> None:
     with stuck(2) as process:
         process.send_signal(signal.SIGTERM)
@@ -358,6 +359,7 @@ def test_sigterm_ends_the_process_in_time_whatever_runs() -> None:
     assert [json.loads(line) for line in log.splitlines()][-1]["message"].startswith("something still ran")
 
 
+@pytest.mark.tools
 def test_a_second_interrupt_ends_it_at_once_and_writes_no_traceback() -> None:
     with stuck(60) as process:
         process.send_signal(signal.SIGINT)
