@@ -141,12 +141,6 @@ class _Session:
         self._quiet = quiet
         self._saved: set[Path] = set()
         self._aside = console(stderr=True)
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/reset": self._reset,
-            "/save": self._save,
-            "/predict": self._predict,
-            "/help": self._help,
-        }
         self._prediction: str | None = None
         self.turns: list[Answer] = []
 
@@ -169,7 +163,7 @@ class _Session:
                 break
             try:
                 if line.startswith("/") and not line.startswith("//"):
-                    self._commands.get(command, self._unknown)(argument.strip() or "")
+                    self._obey(command, argument.strip())
                 elif line.strip():
                     self._answer(line.removeprefix("/"))
             except (PromptError, StorageError) as error:
@@ -211,33 +205,30 @@ class _Session:
         self.turns.append(_figures(turn))
         self._note(f"{self.turns[-1]}" + (f"; {failed}" if failed else ""))
 
-    def _reset(self, _: str) -> None:
-        self._conversation.reset()
-        self._note("the conversation is forgotten")
+    def _obey(self, command: str, name: str) -> None:
+        if command in ("/save", "/predict") and not name:
+            raise PromptError(f"{command} needs a file: {command} FILE")
+        if command == "/reset":
+            self._conversation.reset()
+            self._note("the conversation is forgotten")
+        elif command == "/save":
+            self._save(Path(name).expanduser())
+        elif command == "/predict":
+            self._prediction = read_text(f"/predict {name}", Path(name).expanduser().read_bytes)
+            self._note(f"the next answer is expected to be {name}")
+        elif command == "/help":
+            self._note(_HELP)
+        else:
+            raise PromptError("there is no such command; /help lists them, and a message may begin with two slashes")
 
-    def _save(self, name: str) -> None:
+    def _save(self, file: Path) -> None:
         from selfspec.files.writing import write_json
 
-        if not name:
-            raise PromptError("/save needs a file: /save FILE")
-        file = Path(name).expanduser()
         if file.exists() and file.absolute() not in self._saved:
             raise StorageError(f"{file} is there already; name another file, or remove it first")
         write_json(file, {"model": self._model, "messages": self._conversation.messages})
         self._saved.add(file.absolute())
         self._note(f"saved {len(self._conversation.messages)} messages to {file}")
-
-    def _predict(self, name: str) -> None:
-        if not name:
-            raise PromptError("/predict needs a file: /predict FILE")
-        self._prediction = read_text(f"/predict {name}", Path(name).expanduser().read_bytes)
-        self._note(f"the next answer is expected to be {name}")
-
-    def _help(self, _: str) -> None:
-        self._note(_HELP)
-
-    def _unknown(self, _: str) -> None:
-        raise PromptError("there is no such command; /help lists them, and a message may begin with two slashes")
 
     def _say(self, text: str) -> None:
         if not self._quiet:

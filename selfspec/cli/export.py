@@ -54,16 +54,13 @@ def export(
     check_reads_text(checkpoint.model)
     done = export_checkpoint(checkpoint.model, checkpoint.tokenizer, drafter, to)
     if output == "text":
-        console().print(_shown(done), soft_wrap=True)
+        console().print(
+            f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters "
+            f"({done.share:.0%} of the model's), {done.size:,} bytes\nUse it with model.generate(..., assistant_model=...) on {done.place}; "
+            "docs/other_engines.md has vLLM, SGLang and llama.cpp.",
+            soft_wrap=True,
+        )
     return done
-
-
-def _shown(done: Exported) -> str:
-    made = f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters"
-    return (
-        f"{made} ({done.share:.0%} of the model's), {done.size:,} bytes\nUse it with model.generate(..., "
-        f"assistant_model=...) on {done.place}; docs/other_engines.md has vLLM, SGLang and llama.cpp."
-    )
 
 
 def pack(

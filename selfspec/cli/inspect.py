@@ -12,8 +12,6 @@ from selfspec.cli.terminal import console, facts_table, figures_table
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from selfspec.placement.place import PlannedCheckpoint
     from selfspec.tools.prospects import CheckpointSummary, Gain
 
@@ -55,14 +53,10 @@ def inspect(
     if output == "text":
         console().print(facts_table(_overview(found)), soft_wrap=True)
         if planned is not None:
-            console().print("", _plan_table(planned, budget), sep="\n")
+            known = planned.survey
+            title = f"Within {budget.memory} on {known.source.device}, for {known.context:,} tokens of context"
+            console().print("", figures_table(title, ["part"], ["plan"], _plan(planned)), sep="\n")
     return found
-
-
-def _plan_table(planned: PlannedCheckpoint, budget: MemoryOptions) -> Table:
-    survey = planned.survey
-    title = f"Within {budget.memory} on {survey.source.device}, for {survey.context:,} tokens of context"
-    return figures_table(title, ["part"], ["plan"], _plan(planned))
 
 
 def _overview(found: CheckpointSummary) -> dict[str, str]:
