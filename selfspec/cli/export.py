@@ -56,8 +56,9 @@ def export(
     if output == "text":
         console().print(
             f"{done.place}: {done.draft}, {len(done.layers)} layers, {done.parameters:,} parameters "
-            f"({done.share:.0%} of the model's), {done.size:,} bytes\nUse it with model.generate(..., assistant_model=...) on {done.place}; "
-            "docs/other_engines.md has vLLM, SGLang and llama.cpp.",
+            f"({done.share:.0%} of the model's), {done.size:,} bytes\n"
+            f"Use it with model.generate(..., assistant_model=...) on {done.place}; docs/other_engines.md has vLLM, "
+            "SGLang and llama.cpp.",
             soft_wrap=True,
         )
     return done
