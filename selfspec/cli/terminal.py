@@ -100,9 +100,9 @@ class ProgressBar(Watch):
         self._progress.update(self._task, description=what, completed=self._begun)
         self._begun += steps
 
-    def reach(self, done: float, steps: float) -> None:
+    def reach(self, done: float, steps: float, what: str = "") -> None:
         """Show that so many of the steps are done."""
-        self._progress.update(self._task, description=f"{done:.0f} of {steps:.0f}", completed=done, total=steps)
+        self._progress.update(self._task, description=what, completed=done, total=steps)
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def _train(
     with progress_bar("training") as bar:
 
         def observe(step: int, steps: int, figures: Mapping[str, float]) -> None:
-            bar.reach(step, steps)
+            bar.reach(step, steps, f"{step} of {steps}")
             if figures:
                 seen.append(figures)
                 said = _line(figures)
