@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "recipe": "accept control draft errors files version",
         "api": "accept architecture arguments control decode draft "
         "errors files model placement recipe runtime arguments",
-        "saved": "api decode recipe",
+        "saved": "api decode",
         "serve": "accept api arguments cache control decode draft errors model runtime version",
     }.items()
 }
