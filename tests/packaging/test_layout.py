@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,8 +86,13 @@ def _room(module: str) -> str:
 ENGINE_MODULES = sorted(module for module in MODULES if _room(module) in ENGINE)
 
 
-def _imports(source: str, module: str) -> Iterator[str]:
+@cache
+def _imports(source: str, module: str) -> tuple[str, ...]:
     """The modules that a source imports, wherever in the source; `selfspec` itself if it takes a name from there."""
+    return tuple(_imported(source, module))
+
+
+def _imported(source: str, module: str) -> Iterator[str]:
     package = module.split(".")
     if MODULES[module].name != "__init__.py":
         package.pop()
@@ -205,13 +211,15 @@ def _needed(starts: set[str]) -> dict[str, str]:
     found, seen, waiting = {}, set(), list(starts)
     while waiting:
         module = waiting.pop()
+        if module in seen:
+            continue
         seen.add(module)
         running = re.sub(r"^if TYPE_CHECKING:\n(?:    .*\n|\n)+", "", SOURCES[module], flags=re.MULTILINE)
         for name in _imports(running, module):
             parts = name.split(".")
             if parts[0] == "selfspec":
                 above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-                waiting += {each for each in above if each in MODULES} - seen
+                waiting += [each for each in above if each in MODULES]
             elif parts[0] not in sys.stdlib_module_names:
                 found[parts[0]] = module
     return found
