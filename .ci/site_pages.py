@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from selfspec.cli.json_schema import OUTPUTS, schema_of  # noqa: E402
+from selfspec.cli.json_schema import OUTPUTS  # noqa: E402
 
 # Where these stand on the site.
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -103,7 +103,7 @@ def _notebook(path: Path) -> dict[str, str | bytes]:
 
 
 def _schemas() -> dict[str, dict[str, Any]]:
-    return {command.replace(" ", "_"): schema_of(command) for command in OUTPUTS}
+    return {command.replace(" ", "_"): output.model_json_schema() for command, output in OUTPUTS.items()}
 
 
 def _schema_tables() -> str:

@@ -85,11 +85,8 @@ class SharedLayer(CacheLayerMixin):
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         self.grown()
-        self._write_pass(key_states, value_states)
-        return self.seen(key_states.shape[2])
-
-    def _write_pass(self, key_states: Tensor, value_states: Tensor) -> None:
         self.write_parts(self.kept(key_states, value_states))
+        return self.seen(key_states.shape[2])
 
     def write_parts(self, parts: Sequence[Tensor]) -> None:
         """Write the parts that a pass leaves, as `kept` splits them."""

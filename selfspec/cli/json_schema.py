@@ -38,11 +38,6 @@ _VERSION: Any = (
 )
 
 
-def schema_of(command: str) -> dict[str, Any]:
-    """Return the JSON schema of what a command prints, unless it failed before it had a result: see `Failed`."""
-    return OUTPUTS[command].model_json_schema()
-
-
 def _results(group: Any, before: str = "") -> Iterator[tuple[str, type[Any]]]:
     """Yield the dataclass that each command returns, with the command's words."""
     for info in group.registered_commands:
@@ -95,7 +90,7 @@ def _output(result: type[BaseModel]) -> type[BaseModel]:
 _FAILURE = _model(Failure)
 
 OUTPUTS = {command: _output(_model(result)) for command, result in _results(app)}
-"""What each command prints, by its words."""
+"""What each command prints, by its words, unless it failed before it had a result: see `Failed`."""
 
 Failed: Any = create_model(
     "Failed",

@@ -24,7 +24,7 @@ import selfspec
 from helpers.snippets import Invoke, Said
 from selfspec.cli import terminal
 from selfspec.cli.app import app
-from selfspec.cli.json_schema import OUTPUTS, schema_of
+from selfspec.cli.json_schema import OUTPUTS
 from selfspec.cli.options import read_draft
 from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.cli.terminal import progress_bar
@@ -129,13 +129,13 @@ def test_every_command_that_prints_json_is_declared_and_described() -> None:
     assert OUTPUTS.keys() == {
         name for name, each in COMMANDS.items() if any("--output" in parameter.opts for parameter in each.params)
     }
-    for command in OUTPUTS:
-        schema = schema_of(command)
+    for output in OUTPUTS.values():
+        schema = output.model_json_schema()
         assert schema["description"]
         assert "Attributes" not in schema["description"]
         assert "schema_version" in schema["required"]
         assert not schema["additionalProperties"]
-    schema = schema_of("inspect")
+    schema = OUTPUTS["inspect"].model_json_schema()
     assert schema["properties"]["exits"]["description"].startswith("for each exit")
     assert schema["$defs"]["Weights"]["required"] == ["parameters", "bytes"]
     assert "plan" not in schema["required"]

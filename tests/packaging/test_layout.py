@@ -87,6 +87,11 @@ ENGINE_MODULES = sorted(module for module in MODULES if _room(module) in ENGINE)
 
 
 @cache
+def _nodes(source: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(source))]
+
+
+@cache
 def _imports(source: str, module: str) -> tuple[str, ...]:
     """The modules that a source imports, wherever in the source; `selfspec` itself if it takes a name from there."""
     return tuple(_imported(source, module))
@@ -96,7 +101,7 @@ def _imported(source: str, module: str) -> Iterator[str]:
     package = module.split(".")
     if MODULES[module].name != "__init__.py":
         package.pop()
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +134,7 @@ def _breaches(source: str, module: str) -> list[str]:
 
 def _words(source: str) -> Iterator[str]:
     """Every identifier and string literal of a source, docstrings included."""
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         match node:
             case ast.Constant(value=str(text)) | ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text):
                 yield text
