@@ -110,7 +110,7 @@ class Controller(DraftController):
         runs = [row.run_length for row in rows if row is not None]
         if draft.length and runs:
             tokens = sum(runs) / len(runs)
-            self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.block)))
+            self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.tree)))
 
     def price(self, steps: float, nodes: int) -> float:
         return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)

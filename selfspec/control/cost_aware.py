@@ -202,7 +202,7 @@ class CostAwareController(Controller):
         with_dropped = self._with_dropped.after([None if row is None else row.run_length for row in rows])
         loss_budget = self._gain(draft.match_length)
         loss_budget.count_dropped(
-            committed, with_dropped - committed, self._costs.of_round(draft.steps, len(draft.block))
+            committed, with_dropped - committed, self._costs.of_round(draft.steps, len(draft.tree))
         )
         if not loss_budget.is_new and loss_budget.rate > self._costs.out_of_step:
             self._in_step = False

@@ -56,9 +56,9 @@ def verify(batch: Batch, draft: Draft) -> PassResult:
         embeddings, batch.first_embeddings = batch.first_embeddings, None
         return runner.run(PassRequest(target, embeddings))
     block = torch.cat([batch.last_tokens, draft.tokens], 1)
-    request = PassRequest(target, block, tree=draft.tree, behind=draft.behind, taps=taps)
+    request = PassRequest(target, block, tree=draft.tree, taps=taps)
     # A pass that resumes has no states of earlier layers.
-    if draft.resume is None or draft.behind is not None or taps:
+    if draft.resume is None or taps:
         return runner.run(request)
     # Bring the draft's last tokens, which no draft step has read, up to where the target resumes.
     start, read = draft.resume.start, draft.resume.read
@@ -103,7 +103,7 @@ def _settle_nonfinite_rows(batch: Batch, draft: Draft, verdict: Verdict) -> None
     for number, row in verdict.rows.items():
         if row.finite:
             continue
-        if len(draft.block) and not row.ended:
+        if draft.length and not row.ended:
             batch.nonfinite_rows.append(number)
         else:
             batch.fail(number)

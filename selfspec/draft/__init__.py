@@ -10,7 +10,6 @@ from selfspec.draft.heads.hydra import Hydra
 from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.queries import QueriesAssistant
-from selfspec.draft.heads.uno import Uno
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.less_of_cache import CacheWindow, TopOfCache
 from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
@@ -51,7 +50,6 @@ __all__ = [
     "Stateless",
     "Suffixes",
     "TopOfCache",
-    "Uno",
     "Verdict",
     "chains",
     "drafter",

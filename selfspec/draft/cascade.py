@@ -84,8 +84,7 @@ class CascadeProposer(Proposer):
             found = source.look_up(rows, budget)
             if found is None:
                 found = source.propose(rows, budget)
-                # Without tokens it may still have rows behind it, from which the next draft grows.
-                if found.length or found.behind is not None:
+                if found.length:
                     return found
                 continue
             behind = [match for later in self.parts[place + 1 :] for match in later.matches]

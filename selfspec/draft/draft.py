@@ -11,7 +11,6 @@ from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import Sublayer
-from selfspec.runtime.request import Behind
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Draft:
         steps: number of draft steps.
         match_length: for a look-up, number of tokens at the text's end that match the place copied from; else 0.
         row_lengths: number of draft tokens of each row, followed by filler; None: all.
-        behind: further nodes that verification reads behind the draft.
 
     Raises:
         ValueError: `tokens` and `tree` differ in their number of nodes.
@@ -71,7 +69,6 @@ class Draft:
     steps: int = 0
     match_length: int = 0
     row_lengths: tuple[int, ...] | None = None
-    behind: Behind | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape[1] != len(self.tree):
@@ -90,21 +87,15 @@ class Draft:
         return cls(tokens, Tree.chain(tokens.shape[1]), probs, None, steps, match_length, row_lengths)
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
-        """Return the draft of some rows, without `resume` and `behind`, which the verdict does not need."""
+        """Return the draft of some rows, without `resume`, which the verdict does not need."""
         chosen = to_device(rows, self.tokens.device)
         return replace(
             self,
             tokens=self.tokens[chosen],
             probs=None if self.probs is None else self.probs[chosen],
             resume=None,
-            behind=None,
             row_lengths=None if self.row_lengths is None else tuple(self.row_lengths[row] for row in rows),
         )
-
-    @property
-    def block(self) -> Tree:
-        """Tree of all nodes that the target pass reads after the last committed token."""
-        return self.tree if self.behind is None else self.behind.tree(self.tree)
 
     @property
     def length(self) -> int:

@@ -85,8 +85,6 @@ class GatedModel:
         layers = _with_lent(adapter.decoder_layers(model), adapter)
         if path.format is not None and path.substituted:
             layers = _substituted(path.format, layers, adapter, model, path, substitutes or Substitutes())
-        if path.lora is not None:
-            layers = path.lora.lora.within(layers, ".".join(adapter.path(model)), path.lora.first)
         if path.experts is not None:
             layers = _with_experts(path.experts, layers, adapter, model)
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]

@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-
-import torch
-from torch import Tensor, nn
 
 from selfspec.architecture import Part as Part
 from selfspec.cache.view import WHOLE, CacheView
-from selfspec.errors import UnsupportedModelError
 from selfspec.formats.format import Format
-from selfspec.model.view import replaced, view_with_parts
-
-_Layer = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Lora:
-    """Holds low-rank additions by layer: `down`, `[..., in]` to `[..., rank]`, and `up`, to `[..., out]`, scaled."""
-
-    down: Mapping[str, nn.Module]
-    up: Mapping[str, nn.Module]
-
-    def within(self, layers: Sequence[nn.Module], prefix: str, first: int) -> list[nn.Module]:
-        """Return views of decoder layers whose linear layers have the additions."""
-        changed = list(layers)
-        for number, layer in enumerate(layers):
-            start = f"{prefix}.{number}."
-            own = {name.removeprefix(start): name for name in self.down if name.startswith(start)}
-            parts = {}
-            for place, name in own.items():
-                linear = layer.get_submodule(place)
-                parts[place] = replaced(linear, partial(_added, first, linear, self.down[name], self.up[name]))
-            if parts:
-                changed[number] = view_with_parts(layer, parts)
-        return changed
-
-
-@dataclass(frozen=True)
-class LoraRows:
-    """Holds the additions of a pass, and the place of the first token that uses them; all later tokens do, too."""
-
-    lora: Lora
-    first: int
-
-
-def _added(first: int, linear: _Layer, down: _Layer, up: _Layer, states: Tensor) -> Tensor:
-    # In flattened states, places in the pass are not known.
-    if states.dim() != 3:
-        raise UnsupportedModelError(
-            f"a layer of this model is given states of {states.dim()} dimensions, in which the tokens that use a LoRA "
-            "cannot be told from the others; draft with something else, or leave that layer out of the LoRA"
-        )
-    given = linear(states)
-    return torch.cat([given[:, :first], given[:, first:] + up(down(states[:, first:]))], 1)
 
 
 @dataclass(frozen=True, order=True)
@@ -78,7 +29,6 @@ class LayerPath:
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     view: CacheView = WHOLE
-    lora: LoraRows | None = None
     experts: int | None = None  # the most routed experts that a token is sent to; None: as many as in the network
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,6 @@ class PassRequest:
     first: int = -1  # the first of the nodes; -1: the last committed token
     taps: tuple[Point, ...] = ()  # points on the path whose states are kept
     tree: Tree | None = None  # the nodes of the block, which is opened for them; None: it is open
-    behind: Behind | None = None  # nodes behind those of `tree` that are read, too; None: no such nodes
     headless: bool = False  # True if it leaves keys, values and states, and no logits
 
     @property
@@ -60,14 +58,12 @@ class PassResult:
     Attributes:
         logits: `[batch, tokens, vocab]`, or `NO_LOGITS`.
         states: what it left at `path.resume_point`; None where the path leaves nothing.
-        behind: what came of the nodes behind a draft, as `Behind.run` returns it; None: there were none.
         written: what a recorded pass leaves for slots on the host, as `SharedCache.write` takes it.
     """
 
     logits: Tensor
     states: ExactStates | None = None
     features: Features = field(default_factory=dict)
-    behind: object = None
     written: tuple[Tensor, ...] = ()
 
     def flat(self) -> tuple[Tensor, ...]:
@@ -82,22 +78,6 @@ class PassResult:
         states = None if self.states is None else self.states.first(width)
         features = {point: each[..., :width, :] for point, each in self.features.items()}
         return PassResult(logits, states, features, written=self.written)
-
-
-class Behind(ABC):
-    """Adds nodes behind a draft's own that the verifying pass reads for the drafter. None of them is judged."""
-
-    @abstractmethod
-    def tree(self, draft: Tree) -> Tree:
-        """Return a draft's tree with these nodes behind its own."""
-
-    @abstractmethod
-    def run(self, request: PassRequest, tree: Tree, run: Callable[[PassRequest], PassResult]) -> PassResult:
-        """Run a pass over a draft and these nodes, with the cache open for them; return the draft's own result.
-
-        `request` is the pass over the draft alone, `[rows, 1 + nodes]`, and `tree` the draft's; `run` runs the pass
-        over all nodes. `behind` of the result is what came of the others.
-        """
 
 
 @dataclass(frozen=True)

@@ -81,22 +81,11 @@ class ModelRunner:
 
     def run(self, request: PassRequest) -> PassResult:
         """Run a pass. UnsupportedModelError: the block is a tree, and this model reads chains alone."""
-        if request.behind is not None:
-            return self._run_with_nodes_behind(request)
         with self._reading(request):
             result = self._run_in_block(request)
         # Only a head of plain weights can be exchanged for one that draws on some of them.
         head = request.head
         return result if head is None else replace(result, logits=head.spread(result.logits, self.vocabulary))
-
-    def _run_with_nodes_behind(self, request: PassRequest) -> PassResult:
-        assert request.behind is not None
-        assert request.tree is not None
-        self.cache.open(request.behind.tree(request.tree))
-        result = request.behind.run(replace(request, tree=None, behind=None), request.tree, self.run)
-        # Nodes behind the draft are not needed any more.
-        self.cache.open(request.tree)
-        return result
 
     def chain(self, request: PassRequest, draws: Draws | Races) -> Chain | None:
         """Take draft steps in one go from the last committed tokens of a chain on; None: take them one by one."""

@@ -61,7 +61,7 @@ COMMANDS = {
         "--draft int8+window:0": "e.g. int8+window:512",
         "--draft experts:1": "take another draft",
         "--draft mtp": "no module for multi-token prediction",
-        "--draft uno:nowhere": "no folder 'nowhere'",
+        "--draft medusa:nowhere": "no folder 'nowhere'",
         "--draft eagle": "write eagle:FOLDER",
         "--draft skip:layers=40": "40",
         "--draft skip-file:no.json": "no.json",

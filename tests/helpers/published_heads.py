@@ -20,11 +20,9 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.pytorch_utils import Conv1D
 
 from helpers import tiny
 from helpers.shrunken import shrunken, shrunken_config
-from selfspec.model.registry import find_adapter
 
 HIDDEN = 32
 DRAFTED = 20
@@ -352,22 +350,6 @@ def hydra(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 2,
     return str(folder)
 
 
-def uno(folder: Path, model: PreTrainedModel, rank: int = 16, **options: Any) -> str:
-    """Write a LoRA of mask rows over all linear layers of a model's decoder layers, as `peft` does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shapes: dict[str, tuple[int, ...]] = {}
-    layers = ".".join(find_adapter(model).path(model)) + "."
-    for name, module in model.named_modules():
-        if name.startswith(layers) and isinstance(module, torch.nn.Linear | Conv1D):
-            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, weight.shape[1])
-            shapes[f"base_model.model.{name}.lora_B.weight"] = (weight.shape[0], rank)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 24, "bias": "none", "uno_depth": 4, **options}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(weights_of(shapes, scale=0.1), folder / "adapter_model.safetensors")
-    return str(folder)
-
-
 def queries(folder: Path, model: PreTrainedModel, groups: bool = False, **options: Any) -> str:
     """Write an assistant with random weights for a tiny Gemma 4."""
     own = model.config.get_text_config().to_dict()
@@ -409,7 +391,6 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "hydra": hydra,
     "peagle": peagle,
     "dflash": dflash,
-    "uno": uno,
 }
 FAMILIES = (*WRITERS, "mtp", "mtp2")
 """Kinds of heads, as `with_head` names them; the last has two modules."""

@@ -5,7 +5,6 @@ Of each token but the last of a text the state is the target's, and of tokens dr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.joints import assert_rows_are_stock
 from selfspec.draft import Draft, RowsView
-from selfspec.model.stock_passes import over_cache
 
 Weights = dict[str, Tensor]
 Logits = Callable[[list[int], list[int]], Tensor]
@@ -253,28 +251,6 @@ def medusa(model: PreTrainedModel, weights: Weights, blocks: int) -> Logits:
                 weights[f"{head}.{block}.linear.weight"] @ state + weights[f"{head}.{block}.linear.bias"]
             )
         found: Tensor = weights[f"{head}.{blocks}.weight"] @ state
-        return found
-
-    return logits
-
-
-def uno(model: PreTrainedModel, weights: Weights, scale: float) -> Logits:
-    """A LoRA of mask rows, merged into the model: what a mask gives after a text and draft tokens, `[vocab]`."""
-    merged = copy.deepcopy(model)
-    for name, module in merged.named_modules():
-        if f"base_model.model.{name}.lora_A.weight" in weights:
-            down, up = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-            module.weight.data += scale * up @ down
-
-    @torch.no_grad()
-    def logits(text: list[int], drafted: list[int]) -> Tensor:
-        # The last token is what the first mask stands for.
-        seen = len(text) - 1
-        cache = DynamicCache()
-        model(torch.tensor([text[:-1]]), **over_cache(model, cache))
-        places = range(seen + 1, seen + 2 + len(drafted))
-        masks = [1 + place * 2654435761 % (model.config.vocab_size - 1) for place in places]
-        found: Tensor = merged(torch.tensor([masks]), **over_cache(merged, cache)).logits[0, -1]
         return found
 
     return logits

@@ -137,7 +137,6 @@ EXAMPLES: dict[str, Example] = {
     "hydra": Example(_published("hydra"), _llama),
     "peagle": Example(_published("peagle", **_LOW)),
     "dflash": Example(_published("dflash")),
-    "uno": Example(_published("uno")),
     "mtp": _mtp(1),
     "mtp of two": _mtp(2),
     "queries": Example(_queries, _gemma4),

@@ -24,11 +24,9 @@ from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 
-_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_ADAPTER = "adapter_model.safetensors"
-_KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra", "uno", "queries")
+_CONFIG = "config.json"
+_KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra", "queries")
 _FIELDS = {
-    "peft_type": "uno",
     "backbone_hidden_size": "queries",
     "dflash_config": "dflash",
     "medusa_num_heads": "medusa",
@@ -118,10 +116,8 @@ class HeadFolder:
         return cls(path)
 
     def config(self) -> dict[str, Any]:
-        """Read its config.json, which is called adapter_config.json for a LoRA."""
+        """Read its config.json."""
         file = self.path / _CONFIG
-        if not file.exists() and (self.path / _ADAPTER_CONFIG).exists():
-            file = self.path / _ADAPTER_CONFIG
         try:
             content = parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -175,8 +171,6 @@ class HeadFolder:
         """Return the safetensors files; None if there is a pickle in their place."""
         if not any(self.path.glob("*.safetensors*")) and any(any(self.path.glob(each)) for each in _PICKLES):
             return None
-        if (self.path / _ADAPTER).exists():
-            return [self.path / _ADAPTER]
         try:
             files = weight_files(self.path, PreTrainedConfig())
         except CheckpointError as error:

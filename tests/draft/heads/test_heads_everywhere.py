@@ -24,7 +24,7 @@ from helpers.shrunken import shrunken
 from helpers.snapshot import tensor_bytes
 from helpers.snippets import Invoke
 from selfspec.draft.registry import parse_draft
-from selfspec.errors import DraftConfigError, HeadError, UnsupportedModelError, UnsupportedOptionError
+from selfspec.errors import DraftConfigError, HeadError, UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.placement.place import place, plan_checkpoint
 from selfspec.placement.survey import survey
@@ -102,9 +102,8 @@ def test_a_budget_has_room_for_the_head_and_its_cache(tmp_path: Path, kind: str,
     embeddings = model.get_input_embeddings().weight.nbytes if kind == "eagle1" else 0
     slots = 2 * own.row if kind == "dflash" else 3 * own.token
     # A router is not rounded, and counted as if it were. Kernels keep the scale of an output in float32, of which plans
-    # count half: 2 bytes beside the 34 of so narrow an output, or the 10 of one of a LoRA.
-    narrow = 0.08 if kind == "uno" else 0.06
-    off = narrow if bits == "int8+" and native.available() else 0.01 if bits else 0.005
+    # count half: 2 bytes beside the 34 of so narrow an output.
+    off = 0.06 if bits == "int8+" and native.available() else 0.01 if bits else 0.005
     assert taken == pytest.approx(planned.draft - embeddings + slots - own.row, rel=off)
 
 
@@ -148,7 +147,7 @@ def test_a_head_in_fewer_bits_drafts_about_the_same(tmp_path: Path, kind: str, n
         # Of 64 bits a number; there are scales, norms and a cache besides. Without kernels of its own few layers of
         # this size can have 4 bits.
         assert share < (0.45 if name == "int8" else 1)
-    if kind not in ("medusa", "uno"):
+    if kind != "medusa":
         (exact, *_), (close, *_) = whole_head.made(model), low.made(model)
         inputs = exact.fusion.inputs(*torch.randn(2, 1, 5, 32, dtype=torch.float64))
         bases = (each.layers.get_submodule(each.adapter.base(each.layers)) for each in (exact, close))
@@ -176,7 +175,7 @@ def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
 def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     own, _, folder = draft.partition(":")
-    for name in {"eagle", "medusa", "hydra", "peagle", "dflash", "uno"} - {own}:
+    for name in {"eagle", "medusa", "hydra", "peagle", "dflash"} - {own}:
         # EAGLE-1's config.json is that of a llama, and an MTP module lies in a whole checkpoint.
         said = f"write {own}:" if kind not in ("eagle1", "mtp", "mtp2") else "holds no|cannot be used"
         with pytest.raises(HeadError, match=said):
@@ -226,7 +225,7 @@ def test_a_head_of_text_refuses_embeddings(tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     embeddings = model.get_input_embeddings()(PROMPTS[1])
     spec = selfspec.wrap(model, draft, draft_length=3)
-    if kind in ("medusa", "uno"):
+    if kind == "medusa":
         # Of its last token it reads nothing but the state.
         found = spec.generate(inputs_embeds=embeddings, max_new_tokens=9, **GREEDY)
         wanted = selfspec.wrap(model).generate(inputs_embeds=embeddings, max_new_tokens=9, **GREEDY)
@@ -274,7 +273,7 @@ def test_native_programs_keep_the_states_that_a_head_reads(tmp_path: Path, kind:
         assert torch.equal(found.sequences, wanted.sequences)
         assert found.stats.accepted == wanted.stats.accepted
     # Which experts a token goes to is read from values, and no program does that.
-    kept = any(each.runs.taps or each.runs.path.lora for each in native.programs.proved)
+    kept = any(each.runs.taps for each in native.programs.proved)
     assert kept is (not kind.startswith("mtp")), native.programs.refusals
 
 
@@ -347,11 +346,6 @@ MISFITS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("medusa", {}, {"hidden_size": 48}, ANOTHER),
     ("hydra", {}, {"vocab_size": 51}, ANOTHER),
     ("hydra", {}, {"hidden_size": 48}, ANOTHER),
-    ("uno", {}, {"hidden_size": 48}, ANOTHER),
-    ("uno", {"use_dora": True}, {}, "no LoRA of linear layers alone: see use_dora"),
-    ("uno", {"peft_type": "IA3"}, {}, "see its adapter_config.json"),
-    ("uno", {"uno_mask_token_id": 10**6}, {}, "this model knows"),
-    ("uno", {"uno_depth": 0}, {}, "1 or more"),
 ]
 
 
@@ -379,7 +373,6 @@ def generated(model: PreTrainedModel, draft: str) -> None:
         ("medusa", ("1.1.weight",), r"lacks the weight 1\.1\.weight"),
         ("hydra", ("lm_head.1",), r"lacks the weight hydra_lm_head\.1\.1\.weight"),
         ("hydra", ("prefix",), "no Hydra heads with a prefix layer"),
-        ("uno", ("layers.1.mlp.up_proj.lora_B",), "no LoRA of linear layers alone"),
     ],
 )
 def test_a_head_that_lacks_a_weight(tmp_path: Path, kind: str, lost: tuple[str, ...], words: str) -> None:
@@ -393,14 +386,6 @@ def test_a_head_that_lacks_a_weight(tmp_path: Path, kind: str, lost: tuple[str, 
     refusing = generated if kind == "dflash" else selfspec.wrap
     with pytest.raises(HeadError, match=words):
         refusing(model, f"{kind.rstrip('13')}:{tmp_path}")
-
-
-@pytest.mark.parametrize(("kind", "words"), [("opt", "of 2 dimensions"), ("falcon_h1", "token by token")])
-def test_a_model_that_hides_the_places_of_tokens_from_uno(tmp_path: Path, kind: str, words: str) -> None:
-    model = shrunken(kind)
-    folder = published_heads.uno(tmp_path, model)
-    with pytest.raises(UnsupportedModelError, match=words):
-        generated(model, f"uno:{folder}")
 
 
 def test_assistants_of_gemma(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +28,7 @@ from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.pairs import LevelProposer, PairProposer
 from selfspec.draft.heads.queries import QueriesProposer
-from selfspec.draft.heads.uno import Uno, UnoProposer, mask_ids
 from selfspec.errors import HeadError
-from selfspec.model.layer_path import LayerPath, Lora, LoraRows
-from selfspec.model.registry import find_adapter
-from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
 
 TREE = selfspec.FixedLength(3, nodes=7)
 
@@ -218,47 +212,6 @@ def test_heads_that_the_page_on_speech_trains_draft_for_whisper(
         rejected += out.stats.judged - out.stats.accepted
     assert rejected
     assert p_value(texts, joint({"input_features": sounds[:1]}, model, 3)) > 1e-3
-
-
-# Passes of UNO that take turns, and those that hold one, two and three levels of masks.
-@pytest.mark.parametrize(
-    ("control", "levels"),
-    [(1, 1), (5, 1), (selfspec.FixedLength(3, nodes=8), 2), (selfspec.FixedLength(3, nodes=15), 3)],
-    ids=str,
-)
-@pytest.mark.parametrize("root", [False, True])
-def test_masks_guess_what_a_model_with_the_lora_says(
-    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: bool, control: Any, levels: int
-) -> None:
-    folder = published_heads.uno(tmp_path, llama, use_rslora=root)
-    weights = load_file(tmp_path / "adapter_model.safetensors")
-    found = drafts_of(monkeypatch, UnoProposer, llama, f"uno:{folder}", control, new=16)
-    assert_drafts_are(found, reference_heads.uno(llama, weights, 24 / (4 if root else 16)))
-    assert max(each.draft.length for each in found) == levels
-
-
-def test_a_lora_leaves_the_tokens_before_its_own_bit_for_bit(llama: PreTrainedModel, tmp_path: Path) -> None:
-    adapter, depth = find_adapter(llama), llama.config.num_hidden_layers
-    lora = Uno(published_heads.uno(tmp_path, llama))._lora(llama)
-    nothing = Lora(lora.down, {name: copy.deepcopy(module) for name, module in lora.up.items()})
-    for module in nothing.up.values():
-        module.get_parameter("weight").data.zero_()
-    found = []
-    for each in (lora, nothing):
-        runner = ModelRunner(llama, adapter, adapter.shared_cache(llama, 2, 16, 8))
-        path = LayerPath(depth, lora=LoraRows(each, 3))
-        with torch.no_grad():
-            found.append(runner.run(PassRequest(path, tiny.prompt(6, 2))).logits)
-    assert torch.equal(found[0][:, :3], found[1][:, :3])
-    assert not torch.isclose(found[0][:, 3:], found[1][:, 3:]).all(-1).any()
-
-
-def test_masks_of_a_place_are_the_same_whatever_is_beside_it() -> None:
-    ids = mask_ids(torch.arange(1000), 3, 50)
-    assert ids.min() >= 3
-    assert ids.max() < 50
-    assert ids.unique().numel() > 40
-    assert torch.equal(mask_ids(torch.arange(500, 510), 3, 50), ids[500:510])
 
 
 def queries(model: PreTrainedModel, folder: str) -> Callable[[list[int], list[int]], Tensor]:
