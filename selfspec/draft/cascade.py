@@ -71,7 +71,6 @@ class CascadeProposer(Proposer):
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.parts = parts
-        self.early_exit = next((part.early_exit for part in parts if part.early_exit is not None), None)
         # Where rows are apart: gains by row and source, and the source of each row's last draft.
         self._gains: defaultdict[tuple[int, int], Gain] = defaultdict(Gain)
         self._served: dict[int, int] = {}
