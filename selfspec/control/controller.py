@@ -8,13 +8,12 @@ seed gives the same tokens again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from selfspec.arguments import is_finite, is_whole, shown
 from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
-from selfspec.draft.cascade import Gain
 from selfspec.draft.draft import Budget, Draft, RowVerdict
 from selfspec.draft.drafter import PREDICTED
 from selfspec.draft.rows_view import DraftController
@@ -35,14 +34,10 @@ class Controller(DraftController):
 
     Attributes:
         most: largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding.
-        rows_apart: True if decisions for a row never depend on other rows, so that drafts need not either.
     """
 
-    rows_apart = False
-
-    def __init__(self, most: Budget, rows_apart: bool = False, costs: Costs | None = None) -> None:
+    def __init__(self, most: Budget, costs: Costs | None = None) -> None:
         self.most = most
-        self.rows_apart = rows_apart
         self._assumed = costs
         self._gains: dict[int, LossBudget] = {}
         self._unfinished: Sequence[bool] = ()
@@ -91,11 +86,8 @@ class Controller(DraftController):
         """
         runs = [row.run_length for row in rows if row is not None]
         if draft.length and runs:
-            tokens = sum(runs) / len(runs)
-            self._gain(draft.match_length).count(tokens, self.price(draft.steps, len(draft.tree)))
-
-    def price(self, steps: float, nodes: int) -> float:
-        return 1.0 if self._assumed is None else self._assumed.of_round(steps, nodes)
+            cost = 1.0 if self._assumed is None else self._assumed.of_round(draft.steps, len(draft.tree))
+            self._gain(draft.match_length).count(sum(runs) / len(runs), cost)
 
     def _gain(self, match: int) -> LossBudget:
         return self._gains.setdefault(match if match == PREDICTED else min(match, LONG_MATCH), LossBudget())
@@ -115,10 +107,8 @@ class Control(ABC):
         """Make the controller of one generation, given costs measured or estimated for model and draft."""
 
     def begin_by_load(self, costs: CostsByRows) -> Controller:
-        """Make the controller of a batch whose rows come and go: none is apart, and none is kept in lockstep."""
-        controller = self.begin(costs)
-        controller.rows_apart = False
-        return controller
+        """Make the controller of a batch whose rows come and go: none is kept in lockstep."""
+        return self.begin(costs)
 
 
 def check_length(length: int) -> None:
@@ -140,9 +130,6 @@ def check_nodes(nodes: int, length: int) -> None:
 class FixedLength(Control):
     """Drafts with the same length every round.
 
-    When sampling, a row's chains depend only on that row and on what the wrapper knew before the call, so a seed gives
-    the same tokens whatever other rows are in the batch. Trees have one shape for all rows, which depends on all rows.
-
     Attributes:
         length: tokens to draft, at least 1; levels of a tree.
         nodes: tokens to draft in all, at least `length`; more make a tree with at most six children per node. None: a
@@ -158,8 +145,7 @@ class FixedLength(Control):
             check_nodes(self.nodes, self.length)
 
     def begin(self, costs: CostsByRows) -> Controller:
-        most = Budget(self.length, self.nodes or self.length)
-        return Controller(most, rows_apart=most.nodes == most.depth, costs=costs.in_batch(1))
+        return Controller(Budget(self.length, self.nodes or self.length), costs.in_batch(1))
 
 
 @dataclass(frozen=True)
@@ -208,16 +194,39 @@ def may_lose(at_once: float, rounds: int) -> float:
     return at_once + _PER_ROUND * rounds
 
 
-class LossBudget(Gain):
+class LossBudget:
     """Bounds the plain steps that a source of drafts may lose: a few from the start, and 0.005 more each round.
 
     So a draft has time to show its worth, a useless one is tried again now and then, and the cost is about one percent.
+    It measures what the source's recent drafts committed for their cost.
     """
 
+    _TRIALS = 4
+    _MEMORY = 0.9  # weight of a round relative to the next
+
     def __init__(self) -> None:
-        super().__init__()
-        self._lost = self.paid = 0.0
-        self._asked = 0
+        self._tokens = self._cost = self._lost = self.paid = 0.0
+        self.rounds = self._asked = 0
+
+    @property
+    def rate(self) -> float:
+        """Committed tokens per plain step in recent rounds; 1 before the first."""
+        return self._tokens / self._cost if self._cost else 1.0
+
+    @property
+    def is_new(self) -> bool:
+        """True if the rounds are too few to judge by."""
+        return self.rounds < self._TRIALS
+
+    def promises_more(self, behind: Iterable[LossBudget]) -> bool:
+        """Return whether this source promises more than the sources behind it, or is still on trial."""
+        return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
+
+    def count(self, tokens: float, cost: float) -> None:
+        """Count a round: the tokens that a row committed, and its cost in plain steps."""
+        self._tokens = self._MEMORY * self._tokens + tokens
+        self._cost = self._MEMORY * self._cost + cost
+        self.rounds += 1
 
     def opens(self, at_once: float, at_risk: float) -> bool:
         """Return whether this round may draft, if `at_once` plain steps may be lost from the start; call once a round.

@@ -16,7 +16,7 @@ from selfspec.decode.group import BatchSampling, Group, JudgedScores, proper
 from selfspec.decode.noise import Noise, Purpose
 from selfspec.device import on_host, to_device
 from selfspec.draft import Drafter, Proposer
-from selfspec.draft.draft import Budget, Draft
+from selfspec.draft.draft import Draft
 from selfspec.draft.prediction import Prediction
 from selfspec.draft.rows_view import DrawnToken
 from selfspec.model.gated_view import Point
@@ -128,25 +128,6 @@ class Batch:
         """Numbers of the slowest rows of each group, whose progress decides when the group ends."""
         slowest = {g: min(len(g.committed[row]) for row in g.unfinished) for g in self.groups if g.unfinished}
         return {row for row in self.unfinished if len(self.committed[row]) == slowest[self._rows[row][0]]}
-
-    @property
-    def rows_apart(self) -> bool:
-        """True if each row needs the draft it would have alone: drawn tokens depend on it, decided ones do not."""
-        return self.controller.rows_apart and not self.sampling.decided
-
-    def budget_of(self, row: int, budget: Budget) -> Budget:
-        """Return a row's part of a round's budget: if rows are apart, what it would have alone."""
-        return budget.within(self.remaining(row) - 1) if self.rows_apart else budget
-
-    def row_lengths(self, draft: Draft) -> list[int]:
-        """Return the depth to which each running row's draft is judged: all of it where tokens are decided."""
-        whole = [draft.tree.depth] * len(self.running)
-        if self.sampling.decided:
-            return whole
-        # One token of every round is the target's own.
-        left = [self.remaining(row) - 1 for row in self.running]
-        each = zip(self.running, draft.row_lengths or whole, left, strict=True)
-        return [min(length, rest) if row in self.unfinished else draft.tree.depth for row, length, rest in each]
 
     @property
     def draft_slots(self) -> int:

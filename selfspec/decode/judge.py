@@ -69,7 +69,6 @@ class _Asked:
     sampling: BatchSampling | AlikeSampling
     decide: Callable[[Tensor], Tensor]  # `BatchSampling.decide` of p
     lots: _Lots
-    judged: Tensor | None  # the nodes to judge, `[rows, nodes]`; None: all
 
 
 def _asked(batch: Batch, draft: Draft, rule: Rule) -> _Asked:
@@ -78,8 +77,7 @@ def _asked(batch: Batch, draft: Draft, rule: Rule) -> _Asked:
     def decide(p: Tensor) -> Tensor:
         return sampling.decide(p, cursors.positions(p.shape[1]) + 1, noise)
 
-    lots = _Lots.of(batch, rule, draft.length and len(draft.tree))
-    return _Asked(sampling, decide, lots, within(draft, batch.row_lengths(draft)))
+    return _Asked(sampling, decide, _Lots.of(batch, rule, draft.length and len(draft.tree)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class _Judgement:
     sampling: AlikeSampling
     rule: Rule
     tree: Tree
-    has: tuple[bool, ...]  # which of the draft's probs, `judged` and `_Lots.accept` are given
+    has: tuple[bool, ...]  # which of the draft's probs and `_Lots.accept` are given
     held: list[TreeTables] = field(default_factory=list, compare=False)
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -99,9 +97,9 @@ class _Judgement:
         if all(each is not tables for each in self.held):
             self.held.append(tables)
         given = iter(rest)
-        probs, judged, accept = (next(given) if each else None for each in self.has)
+        probs, accept = (next(given) if each else None for each in self.has)
         draft = Draft(tokens, self.tree, probs)
-        asked = _Asked(self.sampling, lambda p: p, _Lots(accept, tuple(given)), judged)
+        asked = _Asked(self.sampling, lambda p: p, _Lots(accept, tuple(given)))
         return (_judged(asked, self.rule, draft, logits).columns(last, draft),)
 
 
@@ -135,7 +133,7 @@ def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _As
     # A rule of another package may act differently each time.
     if alike is None or batch.keeps_scores or not type(rule).__module__.startswith("selfspec."):
         return None
-    some = (draft.probs, asked.judged, lots.accept)
+    some = (draft.probs, lots.accept)
     same = _Judgement(alike, rule, draft.tree, tuple(each is not None for each in some))
     given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *lots.recover)
     (columns,) = batch.runner.repeat(same, given)
@@ -162,9 +160,7 @@ def _judged(asked: _Asked, rule: Rule, draft: Draft, logits: Tensor) -> _Judged:
     # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
     seen = effective(sampling, asked.decide, draft, p, finite)
-    if asked.judged is not None:
-        seen = replace(seen, draft=ended(seen.draft, asked.judged, seen.p))
-    place, token = accept(seen, logits, rule, asked.lots, asked.judged)
+    place, token = accept(seen, logits, rule, asked.lots)
     return _Judged(place, token, finite.gather(1, place[:, None])[:, 0], seen.overlap, scores)
 
 
@@ -223,7 +219,7 @@ def _on_host(batch: Batch, draft: Draft, columns: list[list[float]]) -> dict[int
     """Return the verdict on each unfinished row: the accepted tokens and the target's token after them."""
     paths, nodes = ((), *draft.tree.paths), len(draft.tree)
     judged = {}
-    for row, length, numbers in zip(batch.running, batch.row_lengths(draft), columns, strict=True):
+    for row, numbers in zip(batch.running, columns, strict=True):
         if row not in batch.unfinished:
             continue
         token, place, finite, _, *drafted = (int(number) for number in numbers[: 4 + nodes])
@@ -231,7 +227,7 @@ def _on_host(batch: Batch, draft: Draft, columns: list[list[float]]) -> dict[int
         judged[row] = RowVerdict(
             drafted=drafted,
             path=path,
-            judged=len(path) + (len(path) < length and bool(draft.tree.children[place])),
+            judged=len(path) + bool(draft.tree.children[place]),
             tokens=[drafted[node] for node in path] + [token] * finite,
             dropped=0,
             ended=False,
@@ -266,50 +262,20 @@ def effective(
     return Effective(sampling.judged(draft), decided, overlap)
 
 
-def accept(
-    seen: Effective, logits: Tensor, rule: Rule, lots: _Lots, judged: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def accept(seen: Effective, logits: Tensor, rule: Rule, lots: _Lots) -> tuple[Tensor, Tensor]:
     """Accept draft tokens by a rule's chances and draw the token after them; return the deepest place, and the token.
 
-    Both are `[rows]`; place 0 means that none is accepted. `judged`, `[rows, nodes]`, marks the nodes to judge; None:
-    all.
+    Both are `[rows]`; place 0 means that none is accepted.
     """
     if len(seen.draft.tree):
         chances = rule.accept_probs(seen.draft, seen.p, logits)
         mask = chances > 0.5 if lots.accept is None else lots.accept < chances
-        if judged is not None:
-            mask &= judged
         place = rule.accepted(mask, seen.draft.tree)
         recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
     else:
         # Plain decoding: there is nothing to judge, and the token is drawn from p.
         place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
     return place, chosen(recovery_probs[:, None], lots.recover)[:, 0]
-
-
-def within(draft: Draft, lengths: Sequence[int]) -> Tensor | None:
-    """Return which nodes are judged in each row, `[rows, nodes]`; None: all are.
-
-    Other rows may make a draft longer than a row would have alone. Where tokens are drawn, a row judges only what it
-    would alone (`Batch.row_lengths`) and draws the same tokens as alone, since places have the same noise. The length
-    depends on committed tokens only, so the output stays exact.
-    """
-    if min(lengths) == draft.tree.depth:
-        return None
-    device = draft.tokens.device
-    limits = to_device(lengths, device)
-    if draft.tree.is_chain:
-        return torch.arange(1, draft.length + 1, device=device) <= limits[:, None]
-    return tree_tables(draft.tree, device).depths[1:] <= limits[:, None]
-
-
-def ended(draft: Draft, judged: Tensor, p: Tensor) -> Draft:
-    """Return the draft with q of 0 where it is not judged; `p` has the shape of q, if none was drawn."""
-    probs = draft.probs
-    if probs is None:
-        probs = torch.zeros_like(p[:, 1:]).scatter_(-1, draft.tokens[..., None], 1.0)
-    # A rule accepts no node with q of 0, nor a later one; the residual max(p - 0, 0) there is p.
-    return replace(draft, probs=probs * judged[..., None])
 
 
 def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:

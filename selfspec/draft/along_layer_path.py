@@ -117,10 +117,7 @@ class LayerPathProposer(GrowingProposer):
         tree, start = self.tree(rows, budget), self._path.resume_point
         if self._path.view.top_keys is not None:
             rows.open_block(tree)
-            wanted = rows.running if budget.rows is None else budget.rows
-            # Where rows are apart, each chooses its keys as it would alone.
-            apart = [place for place, row in enumerate(rows.running) if row in wanted] if rows.rows_apart else None
-            rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens, apart)
+            rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens)
         # On a CPU no chain leaves states.
         chains = tree.is_chain and (start is None or not on_host(rows.last_tokens.device))
         draws, chain = rows.draws(tree.depth) if chains else None, None

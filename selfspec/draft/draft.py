@@ -20,12 +20,10 @@ class Budget:
     Attributes:
         depth: most draft tokens on one path; 0: no draft.
         nodes: most draft tokens in all, siblings included; at least `depth`.
-        rows: numbers of the rows to draft for, if the other rows have a draft already; None: all rows.
     """
 
     depth: int
     nodes: int
-    rows: frozenset[int] | None = None
 
     @classmethod
     def chain(cls, length: int) -> Budget:
@@ -36,8 +34,7 @@ class Budget:
         """Return this budget cut to a depth of `tokens`; each level cut takes one node away."""
         if self.depth <= tokens:
             return self
-        left = (tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else (0, 0)
-        return Budget(*left, self.rows)
+        return Budget(tokens, self.nodes - (self.depth - tokens)) if tokens > 0 else Budget(0, 0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class Draft:
         resume: exact work that verification builds on; None: verification starts from tokens.
         steps: number of draft steps.
         match_length: for a look-up, number of tokens at the text's end that match the place copied from; else 0.
-        row_lengths: number of draft tokens of each row, followed by filler; None: all.
 
     Raises:
         ValueError: `tokens` and `tree` differ in their number of nodes.
@@ -68,23 +64,15 @@ class Draft:
     resume: Resume | None = None
     steps: int = 0
     match_length: int = 0
-    row_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape[1] != len(self.tree):
             raise ValueError(f"a draft of {self.tokens.shape[1]} tokens a row has a tree of {len(self.tree)} nodes")
 
     @classmethod
-    def chain(
-        cls,
-        tokens: Tensor,
-        probs: Tensor | None = None,
-        steps: int = 0,
-        match_length: int = 0,
-        row_lengths: tuple[int, ...] | None = None,
-    ) -> Draft:
+    def chain(cls, tokens: Tensor, probs: Tensor | None = None, steps: int = 0, match_length: int = 0) -> Draft:
         """Make a draft without branches from `tokens`, `[rows, drafted]`."""
-        return cls(tokens, Tree.chain(tokens.shape[1]), probs, None, steps, match_length, row_lengths)
+        return cls(tokens, Tree.chain(tokens.shape[1]), probs, None, steps, match_length)
 
     def of_rows(self, rows: Sequence[int]) -> Draft:
         """Return the draft of some rows, without `resume`, which the verdict does not need."""
@@ -94,7 +82,6 @@ class Draft:
             tokens=self.tokens[chosen],
             probs=None if self.probs is None else self.probs[chosen],
             resume=None,
-            row_lengths=None if self.row_lengths is None else tuple(self.row_lengths[row] for row in rows),
         )
 
     @property

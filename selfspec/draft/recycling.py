@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from selfspec.device import HostCopy
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer, drafter
 from selfspec.draft.prompt_lookup import NONE
-from selfspec.draft.rows_view import RowsView, chains, guesses, remembered
+from selfspec.draft.rows_view import RowsView, guesses, remembered
 from selfspec.draft.tree_growth import RankChances, best_shape
 from selfspec.errors import DraftConfigError
 from selfspec.runtime.request import PassResult
@@ -26,8 +25,6 @@ from selfspec.runtime.request import PassResult
 _CANDIDATES = 1
 
 _RANGES = (("candidates", 1, 64), ("longest", 1, 16), ("most_bytes", 1 << 13, 1 << 34))
-# The most bytes of a row's own table.
-_ROW_BYTES = 8 << 20
 # Acceptance rates of candidates by rank on the models measured, after contexts of one token and of more, and how many
 # places they count for.
 _CHANCES, _WEIGHT = ((0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01), (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01)), 30.0
@@ -44,8 +41,7 @@ class Recycling(Drafter):
     2024, arXiv 2411.04975), with other candidates beside it. Nothing is drawn, so q is one-hot.
 
     The wrapper keeps the table. Under greedy decoding and `coupled` it changes speed alone; with other sampling, a seed
-    repeats its tokens only with a new wrapper. Where rows are apart (see `FixedLength`), a row has a chain, from the
-    table before the call and its own candidates since, which the table takes over once the last row ends.
+    repeats its tokens only with a new wrapper.
 
     Attributes:
         candidates: number kept for each context, 1 to 64.
@@ -73,54 +69,39 @@ class RecyclingMemory(DraftMemory):
     """Keeps candidates, and the acceptance rates of their ranks by context length."""
 
     def __init__(self, candidates: int, longest: int, nbytes: int) -> None:
-        self._row_bytes = min(nbytes, _ROW_BYTES)
         self.table = CandidateTable(candidates, longest, nbytes)
         first = (_CHANCES[min(length, 1)] for length in range(longest))
         self.chances = [RankChances([*rates, *[0.005] * candidates][:candidates], _WEIGHT) for rates in first]
 
-    def of_row(self) -> CandidateTable:
-        """Make a table for one row, which reads this one and learns separately."""
-        return CandidateTable(self.table.kept, self.table.longest, self._row_bytes, under=self.table)
-
 
 class RecyclingProposer(FreeProposer):
-    """Drafts from the wrapper's table, or, where rows are apart, from each row's own table over it."""
+    """Drafts from the wrapper's table."""
 
     matches = (_CANDIDATES,)
 
     def __init__(self, memory: RecyclingMemory, rows: RowsView) -> None:
         self._longest = memory.table.longest
-        self._memory, self._rows_apart = memory, rows.rows_apart
+        self._memory = memory
         # Its last draft, whether or not the round took it, and how long the known context of each row was then.
         self._proposed: Draft | None = None
         self._lengths: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         # Draft tokens of the round that is judged, and the target's candidates after each place.
         self._asked: tuple[HostCopy, HostCopy] | None = None
-        # The rows' own tables.
-        self._tables: defaultdict[int, CandidateTable] = defaultdict(memory.of_row)
         for row in range(rows.size):
-            self._table(row).learn_text([*rows.source(row), *rows.text(row)])
+            memory.table.learn_text([*rows.source(row), *rows.text(row)])
 
     @property
     def nbytes(self) -> int:
-        return self._memory.table.nbytes + sum(table.nbytes for table in self._tables.values())
+        return self._memory.table.nbytes
 
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
         """Propose a tree; none if no unfinished row has a known context, or no tree would pay."""
         contexts = self._contexts(rows)
-        self._lengths = self._known(rows, contexts)
+        self._lengths = self._memory.table.find(contexts).lengths
         # The row with the shortest context limits the batch.
         lengths = [self._lengths[index] for index, row in enumerate(rows.running) if row in rows.unfinished]
         if not any(lengths):
             return rows.no_draft()
-        if self._rows_apart:
-            tree = Tree.chain(budget.depth)
-            found: list[list[int]] = [
-                self._table(row).grown(context[None], tree)[0].tolist() if length and row in rows.unfinished else []
-                for row, context, length in zip(rows.running, contexts, self._lengths, strict=True)
-            ]
-            self._proposed = chains(rows, found, match_length=_CANDIDATES)
-            return self._proposed
         chances = self._memory.chances[max(min(lengths), 1) - 1].rates()[: 1 if rows.chains_only else None]
         tree = best_shape(chances, lambda nodes: rows.controller.round_cost(0, nodes), budget).tree
         tokens = guesses(rows, torch.from_numpy(self._memory.table.grown(contexts, tree)))
@@ -140,26 +121,7 @@ class RecyclingProposer(FreeProposer):
         tokens, candidates = (each.read().numpy() for each in self._asked)
         self._asked = None
         contexts = contexts_of(self._contexts(rows), tokens, draft.tree)
-        if not self._rows_apart:
-            self._memory.table.learn(contexts.reshape(-1, self._longest), candidates.reshape(-1, candidates.shape[-1]))
-            return
-        for index, (row, length) in enumerate(zip(rows.running, rows.row_lengths(draft), strict=True)):
-            if row in verdict.rows:
-                # Beyond its length the row holds filler, which depends on the other rows.
-                self._table(row).learn(contexts[index, : length + 1], candidates[index, : length + 1])
-        if all(found.ended for found in verdict.rows.values()):
-            for _, table in sorted(self._tables.items()):
-                self._memory.table.take(table)
-
-    def _table(self, row: int) -> CandidateTable:
-        return self._tables[row] if self._rows_apart else self._memory.table
-
-    def _known(self, rows: RowsView, contexts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the tokens of each running row's longest known context, `[rows]`."""
-        if not self._rows_apart:
-            return self._memory.table.find(contexts).lengths
-        each = zip(rows.running, contexts, strict=True)
-        return np.array([self._table(row).find(context).lengths for row, context in each])
+        self._memory.table.learn(contexts.reshape(-1, self._longest), candidates.reshape(-1, candidates.shape[-1]))
 
     def _contexts(self, rows: RowsView) -> NDArray[np.int64]:
         """Return each running row's last tokens, `[rows, longest]`."""
@@ -196,13 +158,12 @@ class CandidateTable:
 
     `NONE` stands for an unknown candidate, and for a token before the beginning of a text.
 
-    A context lies at the place of its hash, where a newer one replaces it. A longer context known to the table `under`
-    it goes first; that table never changes.
+    A context lies at the place of its hash, where a newer one replaces it.
     """
 
-    def __init__(self, kept: int, longest: int, nbytes: int, under: CandidateTable | None = None) -> None:
+    def __init__(self, kept: int, longest: int, nbytes: int) -> None:
         places = max(nbytes // (longest * (8 + 4 * kept)), 1)
-        self.kept, self.longest, self._under = kept, longest, under
+        self.kept, self.longest = kept, longest
         # Memory is taken as places are written to.
         self._keys: NDArray[np.uint64] = np.zeros((longest, places), dtype=np.uint64)
         self._rows: NDArray[np.int32] = np.zeros((longest, places, kept), dtype=np.int32)
@@ -219,10 +180,6 @@ class CandidateTable:
         found = np.where(known, lengths + 1, 0).max(1)
         rows = self._rows[found - 1, places[np.arange(len(keys)), found - 1]]
         rows[found == 0] = NONE
-        if self._under is not None:
-            below = self._under.find(contexts.reshape(-1, self.longest))
-            rows = np.where((below.lengths > found)[:, None], below.candidates, rows)
-            found = np.maximum(below.lengths, found)
         return Found(rows.reshape(*contexts.shape[:-1], self.kept), found.reshape(contexts.shape[:-1]))
 
     def learn(self, contexts: NDArray[np.int64], candidates: NDArray[np.int64]) -> None:
@@ -262,22 +219,10 @@ class CandidateTable:
             ends[node] = np.column_stack([ends[parent][:, 1:], tokens[:, node]])
         return tokens
 
-    def take(self, other: CandidateTable) -> None:
-        """Copy all contexts that another table of the same `kept` and `longest` holds itself."""
-        for length, keys in enumerate(other._keys):
-            held = np.flatnonzero(keys)
-            places = self._places(keys[held])
-            self._keys[length, places], self._rows[length, places] = keys[held], other._rows[length, held]
-
-    def _held(self, length: int, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
-        places = self._places(keys)
-        below = NONE if self._under is None else self._under._held(length, keys)
-        return np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], below)
-
     def _put_first(self, length: int, keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> None:
         """Put one token before the other candidates of each context; the contexts must differ."""
         places = self._places(keys)
-        rows = self._held(length, keys)
+        rows = np.where((self._keys[length, places] == keys)[:, None], self._rows[length, places], NONE)
         same = rows == tokens[:, None]
         last = np.where(same.any(1), same.argmax(1), self.kept - 1)
         rows = np.where(np.arange(self.kept) <= last[:, None], np.roll(rows, 1, axis=1), rows)

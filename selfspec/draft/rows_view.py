@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -45,9 +44,6 @@ class DraftController(Protocol):
 
     def round_cost(self, steps: int, nodes: int) -> float:
         """Return a round's cost in plain steps, by its draft steps and draft tokens."""
-
-    def price(self, steps: float, nodes: int) -> float:
-        """Estimate a round's cost in plain steps, alike for all batch sizes; it compares sources, not draft lengths."""
 
     def shape(self, chances: tuple[float, ...], budget: Budget) -> Tree:
         """Choose the shape of the model's draft by siblings' acceptance rates at a place reached, likeliest first."""
@@ -125,22 +121,12 @@ class RowsView(Protocol):
         """True if logits processors depend on the tokens before a place."""
 
     @property
-    def rows_apart(self) -> bool:
-        """True if a row's drafts must be those it would have alone; constant in a generation."""
-
-    @property
     def in_lockstep(self) -> bool:
         """True if all rows commit only as many tokens of this round as the slowest row.
 
         Then a row's early draft tokens must not depend on another row's later ones, nor a level's shape on tokens below
         it.
         """
-
-    def budget_of(self, row: int, budget: Budget) -> Budget:
-        """Return a row's part of a round's budget."""
-
-    def row_lengths(self, draft: Draft) -> list[int]:
-        """Return the depth to which a draft is judged in each running row."""
 
     def no_draft(self) -> Draft:
         """Return a draft without tokens."""
@@ -208,7 +194,7 @@ def chains(rows: RowsView, tokens: Sequence[Sequence[int]], match_length: int) -
     if not longest:
         return rows.no_draft()
     filled = [[*row, *[last] * (longest - len(row))] for row, last in zip(tokens, last_known(rows), strict=True)]
-    return Draft.chain(guesses(rows, filled), match_length=match_length, row_lengths=tuple(map(len, tokens)))
+    return Draft.chain(guesses(rows, filled), match_length=match_length)
 
 
 def guesses(rows: RowsView, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
@@ -219,37 +205,3 @@ def guesses(rows: RowsView, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
 def last_known(rows: RowsView) -> list[int]:
     """Return the last token of each running row's text, as filler; 0 without a text."""
     return [next(iter(rows.text(row, rows.text_length(row) - 1)), 0) for row in rows.running]
-
-
-def lengths_of(rows: RowsView, draft: Draft) -> tuple[int, ...]:
-    """Return the number of draft tokens meant for each running row."""
-    return draft.row_lengths or (draft.length,) * len(rows.running)
-
-
-def filled_up(rows: RowsView, found: Draft, budget: Budget, propose: Callable[[Budget], Draft]) -> Draft:
-    """Fill the empty rows of a draft of `chains` from another source, asked only if an unfinished row needs it."""
-    taken = lengths_of(rows, found)
-    wanting = rows.unfinished if budget.rows is None else rows.unfinished & budget.rows
-    needing = frozenset(row for row, length in zip(rows.running, taken, strict=True) if row in wanting and not length)
-    if not needing:
-        return found
-    other = propose(replace(budget, rows=needing))
-    if not found.length or not other.length:
-        return other if other.length else found
-    own = to_device(taken, other.tokens.device)[:, None] > 0
-    each = ((found, own), (other, ~own))
-    tokens = rows.last_tokens.clamp(max=rows.runner.vocabulary - 1).repeat(1, max(found.length, other.length))
-    for draft, its in each:
-        tokens[:, : draft.length] = torch.where(its, draft.tokens, tokens[:, : draft.length])
-    drawn = next((draft.probs for draft, _ in each if draft.probs is not None), None)
-    probs = None
-    if drawn is not None:
-        # Tokens that were not drawn have a one-hot q.
-        probs = drawn.new_zeros(*tokens.shape, drawn.shape[-1]).scatter_(-1, tokens[..., None], 1.0)
-        for draft, its in each:
-            if draft.probs is not None:
-                part = probs[:, : draft.length]
-                probs[:, : draft.length] = torch.where(its[..., None], draft.probs, part)
-    theirs = lengths_of(rows, other)
-    lengths = tuple(length or rest for length, rest in zip(taken, theirs, strict=True))
-    return Draft.chain(tokens, probs, steps=other.steps, match_length=other.match_length, row_lengths=lengths)

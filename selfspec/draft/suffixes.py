@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +14,8 @@ from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import Drafter, DraftMemory, drafter
 from selfspec.draft.prompt_lookup import NONE, TextProposer, Tokens, places_in
-from selfspec.draft.row_trees import Offer, TokenPath, Trust, likeliest_path, merged
-from selfspec.draft.rows_view import RowsView, chains, guesses, last_known, lengths_of, remembered
+from selfspec.draft.rows_view import RowsView, guesses, last_known, remembered
+from selfspec.draft.tree_growth import sizes_within
 from selfspec.errors import DraftConfigError
 from selfspec.runtime.request import PassResult
 
@@ -33,8 +33,7 @@ class Suffixes(Drafter):
     Continuations of the longest matches in the text and in earlier texts of the wrapper form one tree, weighted by
     their counts. Nothing is drawn, so q is one-hot. Under greedy decoding and
     `coupled`, earlier texts (prompts included) change speed alone; with other sampling, a seed repeats its tokens only
-    with a new wrapper. Where rows are apart (see `FixedLength`), a row has a chain, and copies nothing from texts that
-    end during the call.
+    with a new wrapper.
 
     Attributes:
         most_bytes: size of earlier texts, at most 64 MiB, which each round reads; the oldest make room. 0: none.
@@ -59,9 +58,7 @@ class SuffixProposer(TextProposer):
 
     def __init__(self, rows: RowsView, memory: TextMemory) -> None:
         super().__init__(map(rows.source, range(rows.size)))
-        self._rows_apart = rows.rows_apart
-        self._memory, self._at_first = memory, memory.tokens
-        self._trust: defaultdict[int, Trust] = defaultdict(Trust)
+        self._memory, self._trust = memory, Trust()
         # The last draft, taken or not, and the offers behind it, by running row.
         self._proposed: Draft | None = None
         self._offered: Sequence[Offer] = ()
@@ -70,30 +67,16 @@ class SuffixProposer(TextProposer):
     def nbytes(self) -> int:
         return self._memory.tokens.nbytes
 
-    def trust(self, row: int) -> Trust:
-        """Return the trust in offers to a row: its own where rows are apart, else that of all rows."""
-        return self._trust[row if self._rows_apart else -1]
-
     def look_up(self, rows: RowsView, budget: Budget) -> Draft:
-        """Propose a tree, or chains where rows are apart; none if no unfinished row has a match or no tree pays."""
-        self._offered = [self._offer(rows, row, rows.budget_of(row, budget).depth) for row in rows.running]
-        each = zip(rows.running, self._offered, strict=True)
-        if self._rows_apart:
-            found = [
-                likeliest_path(self.trust(row).reach(offer), rows.budget_of(row, budget).depth)
-                if row in rows.unfinished
-                else ()
-                for row, offer in each
-            ]
-            self._proposed = chains(rows, found, match_length=2)
-            return self._proposed
+        """Propose a tree; none if no unfinished row has a match or no tree pays."""
+        self._offered = [self._offer(rows, row, budget.depth) for row in rows.running]
 
         def promise(nodes: int, committed: float) -> float:
             return (1 + committed) / rows.controller.round_cost(0, nodes)
 
-        going = [(row, offer) for row, offer in each if row in rows.unfinished]
-        reach = [self.trust(row).reach(offer) for row, offer in going]
-        tree = merged(reach, budget, promise, branches=not rows.chains_only)
+        each = zip(rows.running, self._offered, strict=True)
+        going = [offer for row, offer in each if row in rows.unfinished]
+        tree = merged(list(map(self._trust.reach, going)), budget, promise, branches=not rows.chains_only)
         if not tree.parents:
             return rows.no_draft()
         known = iter(tree.tokens)
@@ -103,24 +86,21 @@ class SuffixProposer(TextProposer):
             for row, last in zip(rows.running, last_known(rows), strict=True)
         ]
         # The row with the shortest match limits the batch. A match of 1 is a recycled candidate.
-        least = min(offer.kind for _, offer in going)
+        least = min(offer.kind for offer in going)
         self._proposed = Draft(guesses(rows, tokens), Tree(tree.parents), match_length=max(least, 2))
         return self._proposed
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        # Where rows are apart, the draft may hold chains of a source behind this one, too.
-        if self._proposed is not None and (draft.length if self._rows_apart else draft is self._proposed):
-            lengths = lengths_of(rows, self._proposed)
-            for row, offer, length in zip(verdict.running, self._offered, lengths, strict=True):
-                if length and row in verdict.rows:
-                    found, tree = verdict.rows[row], Tree.chain(length) if self._rows_apart else draft.tree
-                    self.trust(row).count(offer, tree, found.drafted, found.path[:length])
+        if draft is self._proposed:
+            for row, offer in zip(verdict.running, self._offered, strict=True):
+                if (found := verdict.rows.get(row)) is not None:
+                    self._trust.count(offer, draft.tree, found.drafted, found.path)
         for row, found in verdict.rows.items():
             if found.ended:
                 self._memory.add([*rows.text(row), *found.tokens])
 
     def _offer(self, rows: RowsView, row: int, depth: int) -> Offer:
-        own, earlier = self.text_of(rows, row), self._at_first if self._rows_apart else self._memory.tokens
+        own, earlier = self.text_of(rows, row), self._memory.tokens
         context: list[int] = own[-_LONGEST:].tolist()
         # A loop that reaches the end of the text continues with its beginning.
         found = [_Found(own, places_in(own, context, _LONGEST), goes_round=True)]
@@ -196,3 +176,102 @@ class TextMemory(DraftMemory):
         # Adding makes a new array, so that the old one stays as it is.
         kept = np.concatenate([self.tokens, text, [NONE]]).astype(np.int32)
         self.tokens = kept[max(len(kept) - self._most, 0) :]
+
+
+# The tree of what is likely in each row: rows share its shape, and each fills it with tokens of its own.
+TokenPath = tuple[int, ...]
+"""The tokens from the text's end on to a node of a tree."""
+
+# The highest probability that a token may have after the tokens before it.
+_SUREST = 0.98
+# How many places the prior of a kind counts for.
+_WEIGHT = 4.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Holds the paths that are proposed for one row.
+
+    Attributes:
+        kind: groups offers of equal trust, such as the length of a match; a larger kind promises more.
+        shares: probability of each path's last token after the tokens before it. Prefixes of a path come first.
+    """
+
+    kind: int
+    shares: dict[TokenPath, float]
+
+
+class Trust:
+    """Learns how often the tokens of offers are accepted, for each kind of offer."""
+
+    def __init__(self) -> None:
+        # From the prior on, by kind: tokens accepted, and shares added up.
+        self._accepted: defaultdict[int, float] = defaultdict(lambda: _WEIGHT)
+        self._promised: defaultdict[int, float] = defaultdict(lambda: _WEIGHT)
+
+    def reach(self, offer: Offer) -> dict[TokenPath, float]:
+        """Return each path's probability, by its shares and by how often such shares came true."""
+        trust = self._accepted.get(offer.kind, _WEIGHT) / self._promised.get(offer.kind, _WEIGHT)
+        reach: dict[TokenPath, float] = {(): 1.0}
+        for path, share in offer.shares.items():
+            reach[path] = reach[path[:-1]] * min(share * trust, _SUREST)
+        del reach[()]
+        return reach
+
+    def count(self, offer: Offer, tree: Tree, tokens: Sequence[int], path: Sequence[int]) -> None:
+        """Learn which offered tokens were accepted, at each place reached, by a row's `tokens` and accepted `path`."""
+        for depth, place in enumerate((-1, *path)):
+            before = tuple(tokens[node] for node in path[:depth])
+            children = [tokens[node] for node in tree.children[place + 1]]
+            offered = [child for child in children if (*before, child) in offer.shares]
+            self._promised[offer.kind] += sum(offer.shares[*before, child] for child in offered)
+            self._accepted[offer.kind] += depth < len(path) and tokens[path[depth]] in offered
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Holds the tree of all rows: the nodes' parents, and each row's tokens, `None` where it has none."""
+
+    parents: tuple[int, ...]
+    tokens: list[list[int | None]]
+
+
+def merged(
+    rows: Sequence[dict[TokenPath, float]], most: Budget, promise: Callable[[int, float], float], branches: bool
+) -> Merged:
+    """Merge the paths of each row, as `Trust.reach` returns them, into the tree that promises most for its cost.
+
+    A node is its parent's first, second, ... likeliest child. The tree takes the nodes reached most often over all
+    rows; without `branches` it is a chain. `promise` gives a tree's worth by its nodes and expected committed tokens;
+    the empty tree may be worth most.
+    """
+    ranked = [_by_rank(each, most, branches) for each in rows]
+    reached: dict[TokenPath, float] = {}
+    for reach, row in zip(rows, ranked, strict=True):
+        for place, path in row.items():
+            reached[place] = reached.get(place, 0.0) + reach[path] / len(rows)
+    # A node is reached no more often than its parent and its likelier siblings, and comes after them.
+    chosen = sorted(reached, key=lambda place: (-reached[place], len(place), place))
+    sizes = [size for size in sizes_within(most.nodes) if size <= len(chosen)]
+    taken = chosen[: max(sizes, key=lambda size: promise(size, sum(reached[place] for place in chosen[:size])))]
+    numbers = {(): -1} | {place: number for number, place in enumerate(taken)}
+    tokens = [[row[place][-1] if place in row else None for place in taken] for row in ranked]
+    return Merged(tuple(numbers[place[:-1]] for place in taken), tokens)
+
+
+def _by_rank(reach: dict[TokenPath, float], most: Budget, branches: bool) -> dict[TokenPath, TokenPath]:
+    """Return a row's likeliest paths, by the ranks of their tokens among siblings."""
+    likeliest = sorted(reach, key=lambda path: (-reach[path], len(path)))
+    ranks: dict[TokenPath, TokenPath] = {(): ()}
+    children: dict[TokenPath, int] = {}
+    found: dict[TokenPath, TokenPath] = {}
+    for path in likeliest:
+        before, rank = ranks.get(path[:-1]), children.get(path[:-1], 0)
+        if before is None or (rank and not branches) or len(path) > most.depth:
+            continue
+        children[path[:-1]] = rank + 1
+        ranks[path] = (*before, rank)
+        found[ranks[path]] = path
+        if len(found) == most.nodes:
+            break
+    return found

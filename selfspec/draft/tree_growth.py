@@ -6,7 +6,7 @@ import heapq
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 
@@ -124,14 +124,10 @@ class FeatureProposer(GrowingProposer):
         self.add(rows, target.features, committed_places(rows, verdict))
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
-        known = self.known(rows)
-        if not any(known) or not rows.controller.tries(MODEL):
+        if not any(self.known(rows)) or not rows.controller.tries(MODEL):
             return rows.no_draft()
-        tree = self.tree(rows, budget if all(known) else Budget.chain(budget.depth))
-        draft = grow(rows, tree, self.reader(rows, tree))
-        if all(known):
-            return draft
-        return replace(draft, row_lengths=tuple(draft.length if each else 0 for each in known))
+        tree = self.tree(rows, budget)
+        return grow(rows, tree, self.reader(rows, tree))
 
 
 class KeepingProposer(FeatureProposer):

@@ -127,22 +127,20 @@ class ModelRunner:
         # A model's own code may take the option and give all of them.
         return logits[:, -1:]
 
-    def choose_top(self, keys: int, tokens: Tensor, apart: Sequence[int] | None = None) -> None:
-        """Choose the slots for drafts that attend to `keys` keys, in rows where the choice is due.
+    def choose_top(self, keys: int, tokens: Tensor) -> None:
+        """Choose the slots for drafts that attend to `keys` keys, once the choice is due in a row.
 
         It takes a stock step over the last committed tokens, `[batch, 1]`, whose keys and values verification writes
-        again. Rows in `apart` choose when each would alone; None: all choose when one is due.
+        again.
         """
         top, lengths = self.cache.top(keys), self.cache.seq_lens
-        due = [row for row in top.due(lengths) if apart is None or row in apart]
-        if not due:
+        if not top.due(lengths):
             return
         if self._shares is None:
             self._shares = AttentionShares(self._viewed)
         with self._reading(PassRequest(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
             self._run_for_states(self._shares.module, tokens)
-        long = [row for row, length in enumerate(lengths) if length > keys]
-        top.choose(shares[0], lengths, long if apart is None else due)
+        top.choose(shares[0], lengths, [row for row, length in enumerate(lengths) if length > keys])
 
     def end(self) -> None:
         """Give back what the next text may use."""

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
 from helpers.drafting import Oracle
-from selfspec.accept import find_rule
 from selfspec.cache.tree import Tree
 from selfspec.draft import (
     Budget,
     Cascade,
     Draft,
     Drafter,
-    EarlyExit,
     FreeProposer,
     PromptLookup,
     Recycling,
@@ -66,38 +63,6 @@ def test_a_guess_displaces_no_better_draft_for_long(sampled: bool) -> None:
     assert torch.equal(out.sequences, text)
     # Four rounds of guesses, and then whole drafts.
     assert out.stats.rounds <= 4 + -(-56 // 4) + 1
-
-
-def watched(spec: selfspec.SelfSpeculative, rule: str) -> list[Draft]:
-    """Have the wrapper judge by a rule, and note what it is shown."""
-    drafts: list[Draft] = []
-
-    class Watched(type(find_rule(rule))):  # type: ignore[misc]
-        def accept_probs(self, draft: Draft, p: Tensor, logits: Tensor) -> Tensor:
-            drafts.append(draft)
-            found: Tensor = super().accept_probs(draft, p, logits)
-            return found
-
-    spec.rule = Watched()
-    return drafts
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_rows_with_a_match_take_it_and_others_what_the_model_drafts(llama: PreTrainedModel, rule: str) -> None:
-    # The text of the first row comes again; that of the second never did.
-    ids = torch.tensor([[5, 6, 7, 8, 5, 6], [11, 12, 13, 14, 15, 16]])
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "seed": 0}
-    spec = selfspec.wrap(llama, Cascade(PromptLookup(shortest=2), EarlyExit(2)), draft_length=3)
-    drafts = watched(spec, rule)
-    next(spec.stream(ids, **options))
-    (draft,) = drafts
-    assert draft.tokens[0].tolist() == [7, 8, 5]
-    assert draft.probs is not None
-    assert torch.equal(draft.probs[0], torch.nn.functional.one_hot(draft.tokens[0], tiny.VOCABULARY).to(draft.probs))
-    assert float(draft.probs[1].amax()) < 1
-    alone = watched(exits := selfspec.wrap(llama, EarlyExit(2), draft_length=3), rule)
-    next(exits.stream(ids, **options))
-    assert torch.equal(draft.tokens[1], alone[0].tokens[1])
 
 
 @pytest.mark.parametrize("draft", [PromptLookup(shortest=1), Suffixes(), Recycling()], ids=repr)

@@ -18,13 +18,9 @@ from selfspec.cache.tree import Tree
 from selfspec.cache.view import CHUNK, EVERY, CacheView, TopSlots, Window
 from selfspec.draft import (
     CacheWindow,
-    Cascade,
-    Drafter,
     EarlyExit,
     LayerSkip,
     LowPrecision,
-    PromptLookup,
-    Recycling,
     TopOfCache,
 )
 from selfspec.draft.along_layer_path import LayerPathDrafter
@@ -227,27 +223,3 @@ def test_families_choose(family: str) -> None:
     ids = tiny.prompt(150, 2).clamp(min=1)
     spec = selfspec.wrap(model, TopOfCache(LowPrecision(), KEYS), draft_length=3)
     assert torch.equal(spec.generate(ids, max_new_tokens=12, **GREEDY).sequences, stock(model, ids, 12))
-
-
-@pytest.mark.usefixtures("often")
-@pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param(None, marks=pytest.mark.contract),
-        pytest.param(PromptLookup(), marks=pytest.mark.contract),
-        Recycling(),
-    ],
-    ids=["alone", "lookup", "recycle"],
-)
-def test_rows_that_are_apart_draft_what_they_would_alone(long_llama: PreTrainedModel, before: Drafter | None) -> None:
-    over_top = TopOfCache(LayerSkip(mlp=[1]), KEYS)
-    draft = over_top if before is None else Cascade(before, over_top)
-    options: dict[str, Any] = {"max_new_tokens": 2 * OFTEN, "do_sample": True, "temperature": 0.8, "seed": 3}
-    for seed, beside in enumerate((160, 20, 20)):
-        rows = tiny.prompt(LONG + 100, 2, seed=seed).clamp(min=1)
-        rows[1, :-beside] = 0
-        found = []
-        for prompts in (rows, rows[:1]):
-            spec = selfspec.wrap(long_llama, draft, draft_length=2, accept="token")
-            found.append(spec.generate(prompts, attention_mask=(prompts != 0).long(), **options).sequences[:1])
-        assert torch.equal(*found)

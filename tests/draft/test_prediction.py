@@ -123,15 +123,6 @@ def test_rows_have_predictions_of_their_own(llama: PreTrainedModel, control: Any
     assert spec.generate(ids, num_return_sequences=2, **options).stats.predicted == 0
 
 
-def test_where_rows_are_apart_a_draft_is_that_of_the_row_alone(llama: PreTrainedModel) -> None:
-    spec, ids = selfspec.wrap(llama, "exit:1", draft_length=3), tiny.prompt(6, 2, seed=4)
-    options: dict[str, Any] = {"max_new_tokens": 30, "seed": 1, "do_sample": True}
-    likely = selfspec.wrap(llama).generate(ids, max_new_tokens=30, do_sample=False).sequences[:, 6:]
-    both = spec.generate(ids, prediction=[likely[0], None], **options)
-    alone = spec.generate(ids[:1], prediction=likely[0], **options)
-    assert torch.equal(both.sequences[:1], alone.sequences)
-
-
 def test_transformers_hands_it_over(llama: PreTrainedModel) -> None:
     ids, spec = tiny.prompt(6, seed=3), selfspec.wrap(llama)
     plain = llama.generate(ids, max_new_tokens=30, do_sample=False)

@@ -56,9 +56,10 @@ def recorded_drafts(patch: Any, proposer: type[Any]) -> list[Drafted]:
     propose = proposer.propose
 
     def noted(self: Any, rows: RowsView, budget: Any) -> Draft:
+        known = self.known(rows)
         draft: Draft = propose(self, rows, budget)
         for place, row in enumerate(rows.running):
-            if row in rows.unfinished and draft.length and (draft.row_lengths or (1,) * 99)[place]:
+            if row in rows.unfinished and draft.length and known[place]:
                 found.append(Drafted(rows.text(row), draft, place))
         return draft
 

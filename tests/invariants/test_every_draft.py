@@ -1,7 +1,7 @@
 """What holds for every draft, under every control and rule, in every batch: one table.
 
 Greedy text is the stock model's, token for token. Samples follow the exact joint of the model. A coupled text is that
-of plain decoding with the same noise. A row alone is what it is in a batch, and in an engine whose rows join and leave.
+of plain decoding with the same noise, and a row's own beside others, and in an engine whose rows join and leave.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from selfspec.serve.row_request import RowRequest
 
 LOSSLESS = [name for name, rule in rules().items() if rule.lossless]
 COUPLED = [name for name in LOSSLESS if rules()[name].couples]
-INDEPENDENT = [name for name in LOSSLESS if name not in COUPLED]
 EVERYWHERE = [name for name, example in EXAMPLES.items() if example.build is None]
 OF_A_KIND = [name for name in EXAMPLES if name not in EVERYWHERE]
 
@@ -108,28 +107,6 @@ def test_coupled_text_of_every_architecture_in_float32(tmp_path: Path, name: str
     plain, spec = (selfspec.wrap(model, each, accept=COUPLED[0], draft_length=3) for each in (None, draft))
     for seed in range(3):
         assert texts(spec, ROWS, **SAMPLED, seed=seed) == texts(plain, ROWS, **SAMPLED, seed=seed)
-
-
-@pytest.mark.parametrize(("name", "rule"), in_turns(list(EXAMPLES), INDEPENDENT))
-def test_a_row_alone_is_its_row_in_a_batch(tmp_path: Path, name: str, rule: str) -> None:
-    model, draft = EXAMPLES[name].made(tmp_path)
-    spec = selfspec.wrap(model, draft, draft_length=3, accept=rule)
-
-    def fresh(rows: list[Tensor], **options: Any) -> list[list[int]]:
-        # Drafts may depend on what was known before the call.
-        spec.forget()
-        return texts(spec, rows, **{**SAMPLED, **options})
-
-    # Rows that end apart.
-    seed = next(seed for seed in range(10) if len(set(map(len, fresh(ROWS, seed=seed)))) > 1)
-    whole = fresh(ROWS, seed=seed)
-    for size in (1, 3):
-        assert fresh(ROWS[:size], seed=seed) == whole[:size]
-    # Beside other rows; and all rows reach the end, some of them rounds before the others.
-    others = [ROWS[0], ROWS[3], ROWS[2], ROWS[1]]
-    assert fresh(others, seed=seed)[::2] == whole[::2]
-    whole = fresh(ROWS, seed=1, eos_token_id=None, max_new_tokens=11)
-    assert fresh(ROWS[:2], seed=1, eos_token_id=None, max_new_tokens=11) == whole[:2]
 
 
 @pytest.mark.parametrize(

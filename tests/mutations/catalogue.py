@@ -41,7 +41,6 @@ _PLACES = "test_places_of_rows_at_different_lengths_are_processed_with_their_own
 _AS_GOOD = "test_a_draft_as_good_as_the_target_is_accepted_whole"
 _CRITERIA = "test_calls_and_text_are_those_of_transformers"
 _ENDED = "test_greedy_rows_are_what_they_are_alone"
-_ALONE = "test_every_draft.py::test_a_row_alone_is_its_row_in_a_batch"
 _DROPPED = "test_dropping_rows_that_have_ended_changes_nothing"
 _PADDED_PAST = "test_a_left_padded_batch_continues_from_its_cache"
 _IN_STEP = "test_lockstep.py"
@@ -165,11 +164,6 @@ CATALOGUE = (
         "shares[chosen, :width]", "shares[0 * chosen, :width]", ("test_less_of_cache.py",)),
     Mutation("keys that were chosen stay with the places of rows, not with the rows", "TopSlots.narrow",
         "self._seen[to_device(list(rows), self._seen.device)]", "self._seen[: len(rows)]", ("test_less_of_cache.py",)),
-    Mutation("rows that are apart choose their keys when others do", "ModelRunner.choose_top",
-        "long if apart is None else due", "long", ("test_less_of_cache.py",)),
-    Mutation("rows choose their keys where only rows beside them need the draft", "LayerPathProposer.propose",
-        "rows.running if budget.rows is None else budget.rows", "rows.running",
-        ("test_less_of_cache.py", "test_rows_that_are_apart_draft_what_they_would_alone")),
     Mutation("keys are chosen by the attention of one layer alone", "_attend",
         "sum((each.to(of_layer.device) for each in noted.shares), of_layer)", "of_layer", ("test_less_of_cache.py",)),
     Mutation("programs attend to all keys where a draft attends to some", "_sight", "view.top_keys is not None",
@@ -198,29 +192,6 @@ CATALOGUE = (
         "torch.searchsorted(sums, _1)", ("test_noise.py",)),
     Mutation("a block of tokens and its token are drawn by one number", "drawn_by_blocks",
         "drawn_by_inversion(chosen, second)", "drawn_by_inversion(chosen, uniform)", ("test_noise.py",)),
-    # How much of a draft is judged in each row.
-    Mutation("the end of a row's text depends on how far the others are", "Batch.row_lengths", "min(length, rest)",
-        "length", (_ALONE,)),
-    Mutation("a row without a match takes what fills up the look-up of the others", "chains", "tuple(map(len, tokens))",
-        "tuple(longest for _ in tokens)", (_ALONE,)),
-    Mutation("suffixes: a row draws on texts of other rows that end during the call", "SuffixProposer._offer",
-        "self._at_first if self._rows_apart else self._memory.tokens", "self._memory.tokens", (_ALONE,)),
-    Mutation("recycling: a row draws on what other rows leave during the call", "RecyclingProposer._table",
-        "self._tables[row] if self._rows_apart else self._memory.table", "self._memory.table", (_ALONE,)),
-    Mutation("recycling: a row learns from what only fills it up", "RecyclingProposer.learn",
-        "candidates[index, : length + 1]", "candidates[index]", (_ALONE,)),
-    Mutation("trees: rows share the shape of what is offered to them although tokens are drawn",
-        "SuffixProposer.look_up", "self._rows_apart", "False", (_ALONE,)),
-    Mutation("trust in sources is that of all rows although tokens are drawn", "SuffixProposer.trust",
-        "row if self._rows_apart else -1", "-1", ("test_trust_is_a_rows_own_where_rows_are_apart",)),
-    Mutation("a cascade takes one source for all rows although tokens are drawn", "CascadeProposer.propose",
-        "rows.rows_apart", "False", (_ALONE,)),
-    Mutation("rows apart: what was looked up is judged by the chances of another draft", "filled_up",
-        "torch.where(its[..., None], draft.probs, part)", "draft.probs",
-        ("test_rows_with_a_match_take_it_and_others_what_the_model_drafts",)),
-    Mutation("rows apart: a short chain is judged as far as the longest goes", "filled_up",
-        "tuple(length or rest for length, rest in zip(taken, theirs, strict=True))", "(longest,) * len(taken)",
-        (_ALONE,)),
     Mutation("drafts keep what they learnt of a vocabulary that the model no longer has",
         "SelfSpeculative._follow_vocabulary", "found == self._vocabulary", "True", ("test_vocabularies.py",)),
     Mutation("an engine keeps what it learnt of a vocabulary that the model no longer has", "RowDecoder.begin",
@@ -240,9 +211,6 @@ CATALOGUE = (
     Mutation("rows that are filled up are said to end with the last", "Generation.output",
         "self._group.sequences.text_ends.get(row, length)", "length",
         ("test_request.py",)),
-    Mutation("a draft that ends early in a row leaves the residual there", "ended", "probs * judged[..., None]",
-        "probs", (_SAMPLES,)),
-    Mutation("a row accepts tokens after the end of its draft", "accept", "mask &= judged", "pass", (_ALONE,)),
     Mutation("probabilities in the precision of the logits, not in float32", "Warping.scores", "logits.float",
         "logits.clone", ("test_processors.py", "-k", "float32")),
     Mutation("the seed is not used", "Generation.__init__", "Noise(seed, _1, _2)", "Noise(0, _1, _2)", (_SEEDS,)),
@@ -507,7 +475,7 @@ CATALOGUE = (
         "(len(run) for run in runs if run or batch.needs_lockstep)", "(len(run) for run in runs)",
         ("test_a_row_that_is_not_finite_does_not_stall_the_others",)),
     Mutation("a row that is not finite after a draft is ended without another try", "_settle_nonfinite_rows",
-        "len(draft.block) and not row.ended", "False", ("test_generate.py", "-k", "spoils")),
+        "draft.length and not row.ended", "False", ("test_generate.py", "-k", "spoils")),
     Mutation("a program compared over one number of slots runs over all", "_Candidate.serves",
         "self.lengths.count(length)", "len(self.lengths)",
         ("test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_no_other_number",)),

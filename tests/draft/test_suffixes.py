@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.cache.tree import Tree
-from selfspec.draft import Budget, Suffixes
-from selfspec.draft.row_trees import Merged, Offer, TokenPath, Trust, likeliest_path, merged
-from selfspec.draft.suffixes import counted
+from selfspec.draft import Budget
+from selfspec.draft.suffixes import Merged, Offer, TokenPath, Trust, counted, merged
 
 
 def _most(nodes: int, committed: float) -> float:
@@ -93,19 +89,3 @@ def test_trust_follows_what_is_accepted_by_kind() -> None:
     assert trust.reach(offer)[(1,)] == pytest.approx(0.5 * 44 / 24)
     assert trust.reach(other)[(4,)] == pytest.approx(0.25 * 4 / 9)
     assert trust.reach(Offer(2, {(1,): 0.5})) == {(1,): 0.5}
-
-
-def test_the_likeliest_path_takes_the_likeliest_token_at_each_place() -> None:
-    reach = {(1,): 0.4, (2,): 0.5, (1, 3): 0.39, (2, 4): 0.1, (2, 5): 0.2, (2, 5, 6): 0.1}
-    assert likeliest_path(reach, 3) == (2, 5, 6)
-    assert likeliest_path(reach, 2) == (2, 5)
-    assert likeliest_path({}, 3) == ()
-
-
-def test_trust_is_a_rows_own_where_rows_are_apart() -> None:
-    rows: Any = SimpleNamespace(size=2, memories={}, rows_apart=True, source=lambda row: [])
-    apart = Suffixes().begin(rows)
-    rows.rows_apart = False
-    together = Suffixes().begin(rows)
-    assert apart.trust(0) is apart.trust(0) is not apart.trust(1)
-    assert together.trust(0) is together.trust(1)
