@@ -110,13 +110,12 @@ class _Judged:
     place: Tensor  # of the deepest accepted node, `[rows]`
     token: Tensor  # from the residual, or the bonus token, `[rows]`; arbitrary where it is not finite
     finite: Tensor  # True if the target's logits there were finite, `[rows]`
-    overlap: Tensor  # see `Effective`
     scores: Tensor  # the logits after processors and warpers, `[rows, nodes + 1, vocab]`
 
     def columns(self, last: Tensor, draft: Draft) -> Tensor:
         """Return all that the host asks for: doubles hold every token id exactly."""
         own = torch.stack([self.token, self.place, self.finite, last[:, 0]], 1)
-        return torch.cat([own.double(), draft.tokens.double(), self.overlap.double()], 1) if len(draft.tree) else own
+        return torch.cat([own.double(), draft.tokens.double()], 1) if len(draft.tree) else own
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,11 @@ def _judged(asked: _Asked, rule: Rule, draft: Draft, logits: Tensor) -> _Judged:
     finite = p.sum(-1).isfinite()
     # A draft token may cause logits that are not finite; then processors must not replace them.
     finite &= logits.amax(-1).isfinite()
-    seen = effective(sampling, asked.decide, draft, p, finite)
-    place, token = accept(seen, logits, rule, asked.lots)
-    return _Judged(place, token, finite.gather(1, place[:, None])[:, 0], seen.overlap, scores)
+    # Where shared noise or greedy decoding decides tokens, the rule judges one-hot distributions: q at the draft's
+    # tokens, p at the target's choice. A coupled draft's real q is exact too, but rejects tokens on which both agree.
+    decided = torch.where(finite[..., None], asked.decide(p), 0.0)
+    place, token = accept(sampling.judged(draft), decided, logits, rule, asked.lots)
+    return _Judged(place, token, finite.gather(1, place[:, None])[:, 0], scores)
 
 
 def _next(asked: _Asked, logits: Tensor, scores: Tensor) -> _Judged:
@@ -175,7 +176,7 @@ def _next(asked: _Asked, logits: Tensor, scores: Tensor) -> _Judged:
         finite = finite & p.sum(-1).isfinite()
         token = chosen(asked.decide(p), asked.lots.recover)
     none = torch.zeros_like(token[:, 0])
-    return _Judged(none, token[:, 0], finite[:, 0], scores.new_empty(len(scores), 0), scores)
+    return _Judged(none, token[:, 0], finite[:, 0], scores)
 
 
 def _scores(sampling: BatchSampling | AlikeSampling, draft: Draft, logits: Tensor) -> Tensor:
@@ -232,49 +233,25 @@ def _on_host(batch: Batch, draft: Draft, columns: list[list[float]]) -> dict[int
             dropped=0,
             ended=False,
             finite=bool(finite),
-            overlap=numbers[4 + nodes :],
         )
     return judged
 
 
-@dataclass(frozen=True)
-class Effective:
-    """The distributions that a rule judges."""
-
-    draft: Draft  # without probs if its tokens were not drawn
-    p: Tensor  # the target's, `[rows, nodes + 1, vocab]`; zeros where not finite, so that draft tokens are rejected
-    overlap: Tensor  # 1 - TV(p, q) at each draft token of a coupled chain, `[rows, nodes]`; else `[rows, 0]`
-
-
-def effective(
-    sampling: BatchSampling | AlikeSampling, decide: Callable[[Tensor], Tensor], draft: Draft, p: Tensor, finite: Tensor
-) -> Effective:
-    """Return the distributions that tokens are actually chosen from; `decide` is `BatchSampling.decide` of p.
-
-    Where shared noise or greedy decoding decides tokens, the rule judges one-hot distributions: q at the draft's
-    tokens, p at the target's choice. A coupled draft's real q is exact too, but rejects tokens on which both agree.
-    """
-    decided = torch.where(finite[..., None], decide(p), 0.0)
-    overlap = p.new_empty(len(p), 0)
-    if sampling.decided and draft.probs is not None and draft.tree.is_chain:
-        # The best acceptance rate of any rule.
-        overlap = torch.minimum(p[:, : draft.length], draft.probs).sum(-1)
-    return Effective(sampling.judged(draft), decided, overlap)
-
-
-def accept(seen: Effective, logits: Tensor, rule: Rule, lots: _Lots) -> tuple[Tensor, Tensor]:
+def accept(draft: Draft, p: Tensor, logits: Tensor, rule: Rule, lots: _Lots) -> tuple[Tensor, Tensor]:
     """Accept draft tokens by a rule's chances and draw the token after them; return the deepest place, and the token.
 
-    Both are `[rows]`; place 0 means that none is accepted.
+    Both are `[rows]`; place 0 means that none is accepted. Draft and p, `[rows, nodes + 1, vocab]`, are what tokens are
+    chosen from: the draft without probs if its tokens were not drawn, p of zeros where it is not finite, so that draft
+    tokens are rejected there.
     """
-    if len(seen.draft.tree):
-        chances = rule.accept_probs(seen.draft, seen.p, logits)
+    if len(draft.tree):
+        chances = rule.accept_probs(draft, p, logits)
         mask = chances > 0.5 if lots.accept is None else lots.accept < chances
-        place = rule.accepted(mask, seen.draft.tree)
-        recovery_probs = rule.recovery_probs(seen.draft, seen.p, place)
+        place = rule.accepted(mask, draft.tree)
+        recovery_probs = rule.recovery_probs(draft, p, place)
     else:
         # Plain decoding: there is nothing to judge, and the token is drawn from p.
-        place, recovery_probs = seen.draft.tokens.new_zeros(len(seen.p)), seen.p[:, 0]
+        place, recovery_probs = draft.tokens.new_zeros(len(p)), p[:, 0]
     return place, chosen(recovery_probs[:, None], lots.recover)[:, 0]
 
 
@@ -351,13 +328,13 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
         scores = scores[batch.running][:, None]
         numbers = _judge_place(batch, draft, logits, scores, rule, place)
         for index, number in going.items():
-            token, accepted, is_finite, *overlap = numbers[index].tolist()
+            token, accepted, is_finite = numbers[index].tolist()
             row = rows[number]
             if not is_finite or (number in broken and not sampling.mends):
                 rows[number] = replace(row, finite=False, ended=True)
                 continue
             path = range(len(row.path) + int(accepted))
-            rows[number] = replace(row, tokens=[*row.tokens, int(token)], path=path, overlap=[*row.overlap, *overlap])
+            rows[number] = replace(row, tokens=[*row.tokens, int(token)], path=path)
         _stop(batch, rows, scores, logits[:, place : place + 1])
         if not all(row.ended or len(row.path) > place for row in rows.values()):
             break
@@ -372,7 +349,7 @@ def judge_in_order(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Ve
 def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rule: Rule, place: int) -> Tensor:
     """Judge a place by its scores, `[rows, 1, vocab]`, and wait for the device; return numbers of each running row.
 
-    These are its token, 1 if that is the draft's, 1 if processors left a token to choose, and the overlap.
+    These are its token, 1 if that is the draft's, and 1 if processors left a token to choose.
     """
     p = batch.sampling.probabilities(scores)
     finite = p.sum(-1).isfinite()
@@ -381,15 +358,13 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rul
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
     positions = batch.cache.cursors.positions(place + 1)[:, place:] + 1
     sampling, places = batch.sampling, token.shape[1] + 1
-    one = Draft.chain(token, probs)
-    seen = effective(sampling, lambda p: sampling.decide(p, positions, batch.noise), one, p, finite)
-    seen = replace(seen, p=seen.p.expand(-1, places, -1))
+    one = sampling.judged(Draft.chain(token, probs))
+    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0).expand(-1, places, -1)
     lots = _Lots.of(batch, rule, token.shape[1], place)
-    accepted, own = accept(seen, logits[:, place : place + places], rule, lots)
+    accepted, own = accept(one, decided, logits[:, place : place + places], rule, lots)
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     # Transfer everything at once: doubles hold every token id exactly.
-    columns = torch.stack([chosen, accepted, finite[:, 0]], 1)
-    return torch.cat([columns.double(), seen.overlap.double()], 1).cpu()
+    return torch.stack([chosen, accepted, finite[:, 0]], 1).double().cpu()
 
 
 def _stop(batch: Batch, rows: dict[int, RowVerdict], scores: Tensor, logits: Tensor) -> None:

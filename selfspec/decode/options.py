@@ -58,6 +58,7 @@ _REMEDIES = {
     "budget say by selfspec.load(..., context=, cache=) how many tokens need room, and how they are kept",
     "negative_prompt_ids": "it is read with guidance_scale alone; pass that too, or drop it",
     "position_ids": "positions follow from the attention mask, and these do not; drop it",
+    "token_healing": "heal the prompts before, by model.heal_tokens(input_ids, tokenizer), and pass that with a mask",
     "output_hidden_states": "call model.generate for hidden states",
     "output_attentions": "call model.generate for attentions",
 }

@@ -153,7 +153,6 @@ class Stats:
         accepted: draft tokens committed.
         predicted: draft tokens out of predictions, committed or rejected.
         predicted_accepted: those of them committed.
-        overlap: for coupled drafts, the sum of 1 - TV(p, q) over the judged tokens.
         judged_per_depth: `judged` by depth in the draft, first token first.
         accepted_per_depth: `accepted` by depth in the draft.
         cache_bytes: most bytes allocated for keys and values.
@@ -168,7 +167,6 @@ class Stats:
     drafted: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
-    overlap: float = 0.0
     judged_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
     cache_bytes: int = 0
@@ -190,11 +188,6 @@ class Stats:
         return self.accepted / self.judged if self.judged else float("nan")
 
     @property
-    def optimal_acceptance_rate(self) -> float:
-        """Mean of 1 - TV(p, q) for coupled drafts, the highest acceptance rate of any rule. NaN for other drafts."""
-        return self.overlap / self.judged if self.overlap else float("nan")
-
-    @property
     def mean_accepted_length(self) -> float:
         """Tokens committed per target pass of a row, bonus token included. NaN before the first round."""
         return self.new_tokens / self.row_rounds if self.row_rounds else float("nan")
@@ -207,7 +200,6 @@ class Stats:
             self.row_rounds += 1
             self.drafted += nodes
             self.new_tokens += count
-            self.overlap += row.overlap_of(count)
             # Lockstep drops places because of other rows alone, so the acceptance rate is the rule's.
             _add(self.judged_per_depth, depth, row.judged_of(count))
             _add(self.accepted_per_depth, depth, row.accepted_of(count))
@@ -233,13 +225,12 @@ class Stats:
             "judged": self.judged,
             "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate if self.judged else None,
-            "optimal_acceptance_rate": self.optimal_acceptance_rate if self.overlap else None,
             "mean_accepted_length": self.mean_accepted_length if self.row_rounds else None,
         }
         return {**asdict(self), **derived}
 
 
-_SUMMED = ("rounds", "row_rounds", "new_tokens", "drafted", "predicted", "predicted_accepted", "overlap")
+_SUMMED = ("rounds", "row_rounds", "new_tokens", "drafted", "predicted", "predicted_accepted")
 _PER_DEPTH = ("judged_per_depth", "accepted_per_depth")
 _MOST = ("cache_bytes", "substitute_bytes", "draft_bytes")
 

@@ -49,6 +49,7 @@ from selfspec.decode.options import (
     check_model_inputs,
     check_options,
     check_values,
+    unsupported,
     value_in_call,
 )
 from selfspec.decode.processors import read_processing, widened
@@ -162,21 +163,9 @@ def read_request(
     check_methods("streamer", streamer, ("put", "end"), "pass a TextStreamer of transformers")
     value_of = partial(value_in_call, options=options, configs=(generation_config, model.generation_config))
     check_values(value_of, _scope(model, read))
-    heals = bool(value_of("token_healing"))
-    if heals:
-        _check_tokenizer("token_healing", tokenizer)
-        if (
-            encodes
-            or input_ids is None
-            or value_of("encoder_repetition_penalty")
-            or value_of("encoder_no_repeat_ngram_size")
-        ):
-            raise UnsupportedOptionError(
-                "token_healing is for prompts of token ids that are continued, and without penalties that read them as "
-                "they were; drop it"
-            )
+    if value_of("token_healing"):
+        raise unsupported("token_healing")
     call = _Call(model, generation_config, options)
-    call = call.without("token_healing") if heals else call
     strings = value_of("stop_strings")
     if strings is not None:
         # Make their criterion here, since `transformers` would lack the tokenizer.
@@ -218,13 +207,6 @@ def read_request(
         )
     prepared = handed[0]
     inferred = prepared.model_kwargs.get("attention_mask")
-    if heals:
-        mask = torch.ones_like(prepared.input_ids) if inferred is None else inferred
-        healed = _healed(call.model, prepared.input_ids, mask, tokenizer)
-        others = {"streamer": streamer, "tokenizer": tokenizer, "token_healing": False, "num_return_sequences": 1}
-        mask = mask[:, -healed.shape[1] :]
-        again = {**options, **others}
-        return read_request(model, adapter, healed, mask, generation_config, again, prediction, text_alone=text_alone)
     if not masks and not encodes and isinstance(inferred, Tensor) and bool((inferred.diff(dim=1) < 0).any()):
         raise PromptError(
             "the padding token is within the text, and without a mask `transformers` takes it for padding there: pass "
@@ -280,7 +262,9 @@ def _config_without(name: str, config: GenerationConfig) -> GenerationConfig:
 
 
 def _stop_criterion(strings: str | list[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStringCriteria:
-    _check_tokenizer("stop_strings", tokenizer)
+    if tokenizer is None:
+        raise UnsupportedOptionError("stop_strings needs the model's tokenizer: pass tokenizer=... as well")
+    check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
     try:
         return StopStringCriteria(tokenizer, strings)
     # It cannot look into the tokens of every kind of vocabulary.
@@ -289,31 +273,6 @@ def _stop_criterion(strings: str | list[str], tokenizer: PreTrainedTokenizerBase
             f"transformers cannot look for stop_strings in the tokens of {type(tokenizer).__name__} ({error}); end "
             "rows by a criterion of your own: stopping_criteria=[...]"
         ) from error
-
-
-def _check_tokenizer(option: str, tokenizer: object) -> None:
-    if tokenizer is None:
-        raise UnsupportedOptionError(f"{option} needs the model's tokenizer: pass tokenizer=... as well")
-    check_methods("tokenizer", tokenizer, ("get_vocab",), "pass the model's own, as AutoTokenizer loads it")
-
-
-def _healed(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Let the model choose the last token of each prompt again, as `transformers` does if it has the tokenizer."""
-    try:
-        healed: Tensor = model.heal_tokens(ids, tokenizer)
-    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
-        raise UnsupportedOptionError(f"token_healing: transformers cannot heal these prompts ({error})") from error
-    # transformers keeps the old mask and positions of the prompts; shifted positions change nothing if the model uses
-    # only their differences.
-    rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None)
-    shifted = healed.shape[1] < ids.shape[1] and rotary and bool(mask.all())
-    if healed.shape != ids.shape and not (shifted and healed.numel()):
-        raise UnsupportedOptionError(
-            f"token_healing makes {healed.shape[1]} tokens of the prompts' {ids.shape[1]}, which their mask and "
-            "positions do not fit; heal them before, by model.heal_tokens(input_ids, tokenizer), and pass that with a "
-            "mask of its own"
-        )
-    return healed
 
 
 def prepared_request(

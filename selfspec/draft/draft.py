@@ -141,7 +141,6 @@ class RowVerdict:
         dropped: number of tokens of the run that lockstep dropped.
         ended: True if the row ends with `tokens`.
         finite: True if the target's logits after the accepted tokens are finite; else the run has no token there.
-        overlap: for a coupled draft, the diagnostic of `selfspec.decode.judge` at each draft token; else empty.
     """
 
     drafted: Sequence[int]
@@ -151,7 +150,6 @@ class RowVerdict:
     dropped: int = 0
     ended: bool = False
     finite: bool = True
-    overlap: Sequence[float] = ()
 
     @property
     def run_length(self) -> int:
@@ -165,7 +163,3 @@ class RowVerdict:
     def judged_of(self, tokens: int) -> int:
         """Count the draft tokens judged for the first `tokens` of the run: accepted ones, and a rejected one if any."""
         return min(self.judged, tokens)
-
-    def overlap_of(self, tokens: int) -> float:
-        """Sum the overlap over the draft tokens judged for the first `tokens` of the run."""
-        return sum(self.overlap[: self.judged_of(tokens)])

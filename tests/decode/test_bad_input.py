@@ -194,7 +194,7 @@ KEYWORDS: list[tuple[str, Any, str]] = [
     ("accept", "tokn", "tokn.*choose one of"),
     ("accept", "", "choose one of"),
     ("stop_strings", "x", "tokenizer=..."),
-    ("token_healing", True, "token_healing.*pass tokenizer="),
+    ("token_healing", True, "token_healing.*heal_tokens"),
     ("position_ids", torch.arange(4)[None], "(?s)position_ids.*drop it"),
     ("negative_prompt_ids", PROMPT, "(?s)negative_prompt_ids.*guidance_scale"),
     ("use_cache", False, "(?s)use_cache.*use_cache on"),

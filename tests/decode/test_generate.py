@@ -31,6 +31,7 @@ from helpers.joints import (
 )
 from helpers.tiny import in_turns
 from selfspec.cache.tree import Tree
+from selfspec.decode.group import BatchSampling
 from selfspec.draft import Budget, Draft, Drafter
 from selfspec.runtime import Runtime
 
@@ -283,14 +284,30 @@ def test_a_draft_is_drawn_from_the_q_it_is_scored_with(drafter: Drafter, warp: W
     [selfspec.drafts.EarlyExit(3), selfspec.drafts.LayerSkip(mlp=[2]), selfspec.drafts.LowPrecision(4, layers=[3])],
     ids=str,
 )
-def test_coupled_drafts_are_accepted_as_often_as_is_promised(llama: PreTrainedModel, draft: Drafter) -> None:
-    spec = selfspec.wrap(llama, draft, draft_length=4, accept="coupled")
+def test_coupled_drafts_are_accepted_as_often_as_is_promised(
+    llama: PreTrainedModel, draft: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target: list[Tensor] = []
+    drafted: list[Tensor | None] = []
+    decide, judged = BatchSampling.decide, BatchSampling.judged
+
+    def deciding(self: BatchSampling, p: Tensor, *given: Any) -> Tensor:
+        target.extend([p[:, :1]] if p.shape[1] > 1 else [])
+        return decide(self, p, *given)
+
+    def judging(self: BatchSampling, found: Draft) -> Draft:
+        drafted.append(found.probs)
+        return judged(self, found)
+
+    monkeypatch.setattr(BatchSampling, "decide", deciding)
+    monkeypatch.setattr(BatchSampling, "judged", judging)
+    spec = selfspec.wrap(llama, draft, draft_length=1, accept="coupled")
     stats = spec.generate(
         tiny.prompt(4, batch=32), max_new_tokens=60, do_sample=True, top_k=None, temperature=2.0, seed=0
     ).stats
     # (1 - TV) / (1 + TV) is convex in 1 - TV, so the mean over places is no less than this of the mean.
-    optimum = stats.optimal_acceptance_rate
+    each = zip(target, drafted, strict=True)
+    optimum = torch.cat([torch.minimum(p, q).sum(-1).flatten() for p, q in each if q is not None]).mean().item()
     assert stats.judged > 1000
     assert stats.acceptance_rate < optimum < 1
-    assert stats.to_dict()["optimal_acceptance_rate"] == optimum
     assert stats.acceptance_rate > optimum / (2 - optimum) - 0.05

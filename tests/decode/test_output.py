@@ -188,7 +188,7 @@ def test_a_pad_id_outside_the_vocabulary_leaves_no_token_likely() -> None:
 DRAFT = Draft.chain(torch.tensor([[1, 2, 3, 4]] * 3))
 
 
-def _verdict(accepted: int, committed: int, overlap: tuple[float, ...] = ()) -> Verdict:
+def _verdict(accepted: int, committed: int) -> Verdict:
     """Row 5 of three running rows accepts some tokens and commits some of its run; the other rows are finished."""
     run = [*range(1, accepted + 1), 9]
     row = RowVerdict(
@@ -199,7 +199,6 @@ def _verdict(accepted: int, committed: int, overlap: tuple[float, ...] = ()) -> 
         dropped=len(run) - committed,
         ended=False,
         finite=True,
-        overlap=overlap,
     )
     return Verdict((2, 5, 6), {5: row}, torch.zeros(3, 1, dtype=torch.long))
 
@@ -220,11 +219,10 @@ def test_statistics_count_the_places_that_were_committed(
     accepted: int, committed: int, judged: int, counted: int
 ) -> None:
     stats = Stats()
-    stats.count(len(DRAFT.tree), DRAFT.length, _verdict(accepted, committed, overlap=(0.5, 0.25, 0.125, 0.0625)))
+    stats.count(len(DRAFT.tree), DRAFT.length, _verdict(accepted, committed))
     assert (stats.rounds, stats.row_rounds, stats.drafted, stats.new_tokens) == (1, 1, 4, committed)
     assert (stats.judged, stats.accepted) == (judged, counted)
     assert stats.judged_per_depth == [1] * judged + [0] * (4 - judged)
-    assert stats.overlap == sum((0.5, 0.25, 0.125, 0.0625)[:judged])
 
 
 @pytest.mark.parametrize(("accepted", "committed", "run"), [(3, 4, 4), (3, 2, 4), (4, 1, 5)])

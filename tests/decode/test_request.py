@@ -361,37 +361,6 @@ def test_a_stop_string_ends_the_text_inside_an_accepted_run(
     )
 
 
-@pytest.mark.parametrize("text", ["Once upon a ti", "Once upon a time there  ", "The  ", "Lily"])
-@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 1}, {"repetition_penalty": 1.4, "eos_token_id": 2}])
-def test_tokens_are_healed_as_in_transformers(
-    exact_stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: dict[str, Any]
-) -> None:
-    asked = tokenizer([text], return_tensors="pt")
-    options = {"max_new_tokens": 12, "do_sample": False, "token_healing": True, **options}
-    wanted = exact_stories.generate(asked.input_ids, tokenizer=tokenizer, **options)
-    spec = selfspec.wrap(exact_stories, "exit:2", draft_length=3)
-    for mask in (None, asked.attention_mask):
-        assert torch.equal(spec.generate(asked.input_ids, mask, tokenizer=tokenizer, **options).sequences, wanted)
-    config = GenerationConfig(**options)
-    found = spec.generate(asked.input_ids, generation_config=config, tokenizer=tokenizer)
-    assert torch.equal(found.sequences, wanted)
-    assert config.token_healing
-
-
-def test_prompts_whose_healing_their_mask_does_not_fit_are_refused(
-    exact_stories: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    spec = selfspec.wrap(exact_stories, "exit:2", draft_length=3)
-    bare = tokenizer("Once upon a ti", return_tensors="pt", add_special_tokens=False).input_ids
-    padded = torch.tensor([[0, 0, *bare[0].tolist()]])
-    options: dict[str, Any] = {"max_new_tokens": 4, "token_healing": True, "tokenizer": tokenizer}
-    for ids, mask in ((bare, None), (padded, (padded != 0).long())):
-        with pytest.raises(UnsupportedOptionError, match=r"token_healing makes .*heal_tokens"):
-            spec.generate(ids, mask, **options)
-    with pytest.raises(UnsupportedOptionError, match="token_healing is for prompts of token ids"):
-        spec.generate(inputs_embeds=exact_stories.get_input_embeddings()(bare), **options)
-
-
 def test_vocabularies_that_stop_strings_cannot_be_found_in_are_refused(exact_stories: PreTrainedModel) -> None:
     words = Tokenizer(models.WordLevel({"once": 0, "upon": 1}, unk_token="once"))
     ids, tokenizer = torch.tensor([[0, 1]]), PreTrainedTokenizerFast(tokenizer_object=words)
