@@ -12,11 +12,11 @@ from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.less_of_cache import CacheWindow, TopOfCache
-from selfspec.draft.less_of_weights import FewerExperts, ReducedVocabulary
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.predicted import Predicted
 from selfspec.draft.prompt_lookup import PromptLookup
 from selfspec.draft.recycling import Recycling
+from selfspec.draft.reduced_vocabulary import ReducedVocabulary
 from selfspec.draft.rows_view import RowsView, chains
 from selfspec.draft.suffixes import Suffixes
 
@@ -30,7 +30,6 @@ __all__ = [
     "Eagle",
     "EarlyExit",
     "ExitHead",
-    "FewerExperts",
     "FreeProposer",
     "Hydra",
     "LayerSkip",

@@ -15,9 +15,8 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import CacheReader
 from selfspec.cache.shared_layer import RecurrentLayer
 from selfspec.compat import cache_name
-from selfspec.errors import DraftConfigError, UnsupportedModelError
+from selfspec.errors import UnsupportedModelError
 from selfspec.formats.format import Format
-from selfspec.model.experts import with_fewer_experts
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers, view_with_parts
@@ -84,8 +83,6 @@ class GatedModel:
         layers = _with_lent(adapter.decoder_layers(model), adapter)
         if path.format is not None and path.substituted:
             layers = _substituted(path.format, layers, adapter, model, path, substitutes or Substitutes())
-        if path.experts is not None:
-            layers = _with_experts(path.experts, layers, adapter, model)
         layers = [_gated_layer(layer, index, adapter, path, self._boundary) for index, layer in enumerate(layers)]
         self.module = view_with_layers(model, adapter.path(model), layers)
         self._tap: FeatureTap | None = None
@@ -201,17 +198,6 @@ def _substituted(
             changed[index] = view_with_parts(changed[index], {name: other})
     if all(after is before for after, before in zip(changed, layers, strict=True)):
         raise no_substitutes(model, format)
-    return changed
-
-
-def _with_experts(most: int, layers: Sequence[nn.Module], adapter: Adapter, model: nn.Module) -> list[nn.Module]:
-    """Return the layers, with MLPs that send a token to at most `most` experts."""
-    changed = [with_fewer_experts(layer, adapter.modules_of(layer, Part.MLP), most) for layer in layers]
-    if all(after is before for after, before in zip(changed, layers, strict=True)):
-        raise DraftConfigError(
-            f"no layer of {type(model).__name__} can send tokens to {most} experts, since others run in its routers' "
-            "place (hooks, compiled modules); draft with int8, or undo that"
-        )
     return changed
 
 

@@ -29,7 +29,6 @@ class LayerPath:
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
     view: CacheView = WHOLE
-    experts: int | None = None  # the most routed experts that a token is sent to; None: as many as in the network
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:
@@ -60,7 +59,7 @@ class LayerPath:
 
         None: every sublayer is exact, or not even the first is.
         """
-        if self.view != WHOLE or self.experts is not None:
+        if self.view != WHOLE:
             return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first

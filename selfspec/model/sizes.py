@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
 from selfspec.cache.view import EVERY
 from selfspec.model.early_head import DraftHead
-from selfspec.model.experts import experts_of, shares_read, widening_by_experts
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import has_encoder
@@ -111,11 +110,10 @@ def share_read(
     """
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
-    experts = experts_of(model, adapter)
-    of_full, of_path = (_of_one_token(price, shares_read(experts, most)) for most in (None, path.experts))
-    rows, full = _sum(price, output.parameters()), _sum(of_full, _read_by_a_step(model, adapter))
-    read = full - rows - sum(_sum(of_full, layer.parameters()) for layer in layers)
-    read += sum(_layer_price(layer, index, adapter, path, of_path) for index, layer in enumerate(layers))
+    of_token = _of_one_token(price, experts_of(model, adapter))
+    rows, full = _sum(price, output.parameters()), _sum(of_token, _read_by_a_step(model, adapter))
+    read = full - rows - sum(_sum(of_token, layer.parameters()) for layer in layers)
+    read += sum(_layer_price(layer, index, adapter, path, of_token) for index, layer in enumerate(layers))
     kept = 1 if head is None or head.tokens is None else len(head.tokens) / weight_of(output).shape[0]
     read += kept * rows * (_bits_of(path, weight_of(output)) if path.head_substituted else 1)
     if head is not None and head.adapter is not None:
@@ -125,17 +123,54 @@ def share_read(
 
 def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
     """Return the bytes of weights that a step of the full network reads, with the head, without embeddings."""
-    price = _of_one_token(lambda weight: weight.nbytes, shares_read(experts_of(model, adapter)))
+    price = _of_one_token(lambda weight: weight.nbytes, experts_of(model, adapter))
     return round(_sum(price, _read_by_a_step(model, adapter)))
 
 
 def widening(model: PreTrainedModel, adapter: Adapter) -> float:
     """Return the cost of what a further token of a target pass reads, in steps: tokens may use different experts."""
-    return widening_by_experts(experts_of(model, adapter), bytes_read(model, adapter))
+    experts = experts_of(model, adapter)
+    more = sum((each.share(_TOKENS) - each.share()) * weight.nbytes for each in experts for weight in each.weights)
+    return more / (_TOKENS - 1) / bytes_read(model, adapter)
 
 
-def _of_one_token(price: Callable[[Tensor], float], shares: Mapping[int, float]) -> Callable[[Tensor], float]:
+# Tokens of a pass over which the cost of a further token is averaged.
+_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Holds the routed experts of an MLP: their weights, `[experts, ...]` each, and how many a token is sent to."""
+
+    weights: tuple[Tensor, ...]
+    active: int
+
+    @property
+    def number(self) -> int:
+        """Number of experts."""
+        return int(self.weights[0].shape[0])
+
+    def share(self, tokens: int = 1) -> float:
+        """Return the share of experts read by `tokens` tokens that choose independently."""
+        return 1 - (1 - min(self.active, self.number) / self.number) ** tokens
+
+
+def experts_of(model: nn.Module, adapter: Adapter) -> list[Experts]:
+    """Return the routed experts of all decoder layers: weights of three dimensions beside a router with `top_k`."""
+    found = []
+    for layer in adapter.decoder_layers(model):
+        for mlp in map(layer.get_submodule, adapter.modules_of(layer, Part.MLP)):
+            routers = (vars(module).get("top_k") for module in mlp.modules())
+            active = max((top_k for top_k in routers if type(top_k) is int), default=0)
+            weights = tuple(weight for weight in mlp.parameters() if weight.ndim == 3)
+            if active and weights:
+                found.append(Experts(weights, active))
+    return found
+
+
+def _of_one_token(price: Callable[[Tensor], float], experts: Sequence[Experts]) -> Callable[[Tensor], float]:
     """Return a price for one token: it reads a share of expert weights, or all of them if they are streamed."""
+    shares = {each.number: each.share() for each in experts}
 
     def priced(weight: Tensor) -> float:
         is_read_whole = weight.ndim != 3 or weight.is_meta

@@ -158,7 +158,7 @@ def test_blanks_in_names_mean_nothing() -> None:
 )
 def test_anything_else_is_refused_with_how_to_write_it(text: str) -> None:
     kind = text.partition(":")[0]
-    listed = "exit:E, head:FOLDER@E, skip, skip-file, experts:N, int8, int4, upper"
+    listed = "exit:E, head:FOLDER@E, skip, skip-file, int8, int4, upper"
     how = {"exit": "write exit:E", "skip": "write skip:PART"}.get(kind, listed)
     with pytest.raises(DraftConfigError, match=r"^--draft .* is not understood; ") as refused:
         read_draft(text)

@@ -59,7 +59,6 @@ COMMANDS = {
         "--draft lookup+lookup": "name each draft once; got lookup and lookup",
         "--draft exit:2+int8": "here several do: exit:2 and int8",
         "--draft int8+window:0": "e.g. int8+window:512",
-        "--draft experts:1": "take another draft",
         "--draft mtp": "no module for multi-token prediction",
         "--draft medusa:nowhere": "no folder 'nowhere'",
         "--draft eagle": "write eagle:FOLDER",

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.encoder_decoders import encoder_decoder
-from helpers.shrunken import shrunken
 from selfspec.cache.view import CHUNK
 from selfspec.draft import (
     Budget,
@@ -26,7 +25,6 @@ from selfspec.draft import (
     Cascade,
     Draft,
     EarlyExit,
-    FewerExperts,
     LayerSkip,
     LowPrecision,
     PromptLookup,
@@ -93,8 +91,7 @@ WRITTEN = """
 exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+skip:attn=3,5;mlp=4
 skip:attn=3,5;mlp=4;layers=7,8,9 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
 recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3
-experts:1 experts:1+int8 experts:2+exit:3 lookup+experts:1+int8
-experts:1+int8+window:512 int8+window:512 exit:4+window:64 lookup+int8+window:128
+int8+window:512 exit:4+window:64 lookup+int8+window:128
 int8+top:512 exit:4+top:256 lookup+int8+top:128 none
 """
 
@@ -219,10 +216,6 @@ NAMES = {
     "no_such_module:Class": "write exit:E, head:FOLDER",
     "int3": "int4",
     "": "write exit:E, head:FOLDER",
-    "experts": "write experts:N",
-    "experts:0": "at least 1",
-    "experts:-1": "write experts:N",
-    "experts:x": "write experts:N",
     **dict.fromkeys(("top:512", "int8+top", "int8+top:", "int8+top:-1", "lookup+top:512"), r"such as int8\+top:512"),
     **dict.fromkeys(("window:512", "int8+window", "int8+window:", "int8+window:-1"), r"such as int8\+window:512"),
     **dict.fromkeys(("lookup+window:9", "int8+window:٣", f"int8+window:{10**23}"), r"such as int8\+window:512"),
@@ -285,8 +278,8 @@ def _of_skips() -> list[Refused]:
 
 def _values() -> list[Refused]:
     exits: Any = EarlyExit
-    of: Any = {kind.__name__: kind for kind in (CacheWindow, TopOfCache, ReducedVocabulary, FewerExperts)}
-    window, top, _, experts = of.values()
+    of: Any = {kind.__name__: kind for kind in (CacheWindow, TopOfCache, ReducedVocabulary)}
+    window, top, _ = of.values()
     found: list[Refused] = _of_skips()
     found += [(lambda x=x: exits(x).path(4), r"must be an integer.*EarlyExit\(layer=4\)") for x in (True, 2.0)]
     found += [
@@ -304,8 +297,6 @@ def _values() -> list[Refused]:
         (lambda: top(window(INT8)).path(4), "one part of the cache"),
         (lambda: window(top(INT8)).path(4), "one part of the cache"),
         (lambda: window(window(INT8, 8), 8).path(4), "one part of the cache"),
-        *((lambda x=x: experts(most=x), "at least 1") for x in (0, True)),
-        (lambda: experts(experts(INT8)).path(4), "one number of experts"),
         (lambda: LowPrecision(layers=[3], fewer=EarlyExit(2)).check(4), "leaves none"),
         (lambda: LowPrecision(fewer=EarlyExit(99)).check(4), "out of range"),
         *((lambda k=k: k(PromptLookup(), 8), "needs a drafter along a path") for k in of.values()),
@@ -328,8 +319,6 @@ def _hooked() -> PreTrainedModel:
 MODELS: list[tuple[Callable[[], PreTrainedModel], Any, str]] = [
     (tiny.llama, EarlyExit(9), "out of range"),
     (tiny.llama, Cascade(PromptLookup(), EarlyExit(9)), "out of range"),
-    (tiny.llama, "experts:1", "has no routed experts"),
-    (lambda: shrunken("mixtral"), "experts:2", "sends each token to 2 experts"),
     (tiny.llama, ReducedVocabulary(EarlyExit(1), (3, 50)), "token 50"),
     (lambda: encoder_decoder("bart"), TopOfCache(INT8), "cannot be seen; draft with int8 alone"),
     (_hooked, TopOfCache(EarlyExit(1)), "cannot be seen; draft with exit:1 alone"),

@@ -169,8 +169,6 @@ CATALOGUE = (
     Mutation("programs attend to all keys where a draft attends to some", "_sight", "view.top_keys is not None",
         "False",
         ("test_program.py::test_chosen_slots_are_attended_to", "-m", "kernels")),
-    Mutation("a draft with fewer experts sends tokens to all", "_limited", "view.__dict__['top_k'] = most", "None",
-        ("test_fewer_experts_run_as_in_a_model_made_with_so_few",)),
     Mutation("a step of a mixture is held to read all experts", "Experts.share", "tokens", "100",
         ("test_a_step_reads_the_experts_of_one_token",)),
     Mutation("a round reuses the noise of the round before", "begin_round", "batch.noise.begin_round()", "None",
