@@ -5,7 +5,7 @@ from selfspec.draft.draft import Budget, Draft, Resume, RowVerdict, Verdict
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
 from selfspec.draft.early_exit import EarlyExit, ExitHead
 from selfspec.draft.heads.dflash import DFlash
-from selfspec.draft.heads.eagle import Eagle, ParallelEagle
+from selfspec.draft.heads.eagle import Eagle
 from selfspec.draft.heads.hydra import Hydra
 from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
@@ -36,7 +36,6 @@ __all__ = [
     "LowPrecision",
     "Medusa",
     "MultiTokenPrediction",
-    "ParallelEagle",
     "Predicted",
     "PromptLookup",
     "Proposer",

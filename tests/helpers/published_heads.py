@@ -116,16 +116,6 @@ def eagle3(
     return write(folder, {**config, **options}, weights)
 
 
-def peagle(folder: Path, model: PreTrainedModel, **options: Any) -> str:
-    """Write a P-EAGLE head, as the speculators library does."""
-    fields = {"speculators_model_type": "peagle", "mask_token_id": 2, **options}
-    eagle3(folder, model, "speculators", **fields)
-    weights = load_file(folder / "model.safetensors")
-    weights |= weights_of({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=3)
-    save_file(weights, folder / "model.safetensors")
-    return str(folder)
-
-
 def dflash(
     folder: Path, model: PreTrainedModel, layout: str = "authors", kind: str = "qwen3", layers: int = 2, **options: Any
 ) -> str:
@@ -389,7 +379,6 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "eagle3": eagle3,
     "medusa": medusa,
     "hydra": hydra,
-    "peagle": peagle,
     "dflash": dflash,
 }
 FAMILIES = (*WRITERS, "mtp", "mtp2")

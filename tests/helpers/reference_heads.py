@@ -284,27 +284,6 @@ def hydra(model: PreTrainedModel, weights: Weights) -> Logits:
     return logits
 
 
-def peagle(
-    model: PreTrainedModel, weights: Weights, config: dict[str, Any], points: Sequence[int] = (2, 4, 5)
-) -> Logits:
-    """P-EAGLE: what it gives after a text and as many masked slots as there are draft tokens, `[vocab]`."""
-
-    @torch.no_grad()
-    def logits(text: list[int], drafted: list[int]) -> Tensor:
-        known = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        read = torch.cat([known[point][0] for point in points], -1)
-        read = torch.cat([read, weights["mask_hidden"][0].expand(len(drafted), -1)])
-        states = linear(read, weights["fc.weight"])
-        tokens = torch.tensor([*text[1:], *[config["mask_token_id"]] * len(drafted)])
-        embedded = model.get_input_embeddings()(tokens)
-        normed = norm(states, weights["layers.0.hidden_norm.weight"])
-        inputs = torch.cat([norm(embedded, weights["layers.0.input_layernorm.weight"]), normed], -1)
-        output = layer(weights, "layers.0", inputs, states)
-        return over_all_tokens(model, weights, norm(output, weights["norm.weight"])[-1])
-
-    return logits
-
-
 def dflash(model: PreTrainedModel, weights: Weights, layers: int, first: int, point: int | str = 3) -> Logits:
     """DFlash with blocks of 4 and mask token 3: what it gives in the place after so many draft tokens, `[vocab]`.
 

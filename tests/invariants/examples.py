@@ -134,7 +134,6 @@ EXAMPLES: dict[str, Example] = {
     "suffix+eagle:1": Example(_published("eagle1", "suffix+")),
     "medusa": Example(_published("medusa")),
     "hydra": Example(_published("hydra"), _llama),
-    "peagle": Example(_published("peagle", **_LOW)),
     "dflash": Example(_published("dflash")),
     "mtp": _mtp(1),
     "mtp of two": _mtp(2),

@@ -696,9 +696,6 @@ CATALOGUE = (
         "place not in its", "True", ("test_a_head_takes_its_weights_and_its_cache_and_nothing_else",)),
     Mutation("a head in fewer bits keeps its weights as they were", "HeadDrafter.made",
         "head.packed(self.weight_format, substitutes)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),
-    Mutation("a masked slot of P-EAGLE takes the place of the token before it", "PairProposer._after_committed",
-        "inputs[each, places[:, 1:]] = self.head.masked", "inputs[each, places[:, :-1]] = self.head.masked",
-        ("test_a_peagle_head_drafts_what_it_was_published_for",)),
     Mutation("the mask of a block draft is causal", "BlockProposer.levels_after_text",
         "visible[:, None, None]",
         "(torch.arange(visible.shape[1]) < (ends[:, None] - config.size + 1 + torch.arange(config.size))[..., None])"

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from selfspec.cache.tree import Tree
 from selfspec.device import to_device
 from selfspec.draft.draft import Budget, Draft
 from selfspec.draft.drafter import drafter
 from selfspec.draft.heads.folder import assembled
 from selfspec.draft.heads.head import Fusion, Head, causal_lm, inside_of
 from selfspec.draft.heads.layered import LayersConfig, LayersFromFolder
-from selfspec.draft.heads.pairs import LevelProposer
+from selfspec.draft.heads.pairs import PairProposer
 from selfspec.draft.rows_view import RowsView
+from selfspec.draft.tree_growth import Read, of_levels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class BlockFusion(Fusion):
         return embedded
 
 
-class BlockProposer(LevelProposer):
+class BlockProposer(PairProposer):
     """Keeps the keys and values that a DFlash head makes from the target's states; slot p belongs to token p."""
 
     kept = 0
@@ -123,7 +125,12 @@ class BlockProposer(LevelProposer):
     def _reaches(self, number: int) -> bool:
         return super()._reaches(number) or self._cache.seq_lens[number] > 0
 
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        levels = self.levels_after_text(rows, tree.depth)
+        return of_levels(tree, lambda level: levels[:, level : level + 1])
+
     def levels_after_text(self, rows: RowsView, depth: int) -> Tensor:
+        """Read the text and then `depth` unknown tokens in one pass; return their logits, `[rows, depth, vocab]`."""
         self._drop(rows.running)
         self._catch_up(rows, 0)
         config = self._config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -15,8 +15,6 @@ from selfspec.draft.drafter import drafter
 from selfspec.draft.heads.folder import assembled
 from selfspec.draft.heads.head import Fusion, Head, causal_lm, inside_of
 from selfspec.draft.heads.layered import LayersConfig, LayersFromFolder
-from selfspec.draft.heads.pairs import LevelProposer
-from selfspec.draft.rows_view import RowsView
 from selfspec.errors import HeadError
 from selfspec.model.gated_view import Point
 
@@ -92,11 +90,7 @@ class Eagle(LayersFromFolder):
 
     @torch.no_grad()
     def heads(self, model: PreTrainedModel) -> Sequence[Head]:
-        return [self.over(model, self.weights())]
-
-    def over(self, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Head:
-        """Make the head from its weights."""
-        config = self.layers_config()
+        weights, config = self.weights(), self.layers_config()
         config.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
         kernel, third = model.config._attn_implementation, self._is_third
         layers = eagle3_layers(config, kernel, self._config.normed_residual) if third else causal_lm(config, kernel)
@@ -105,7 +99,7 @@ class Eagle(LayersFromFolder):
             inside.layers[0].input_layernorm = inside.norm = nn.Identity()
             weights = {name: weight for name, weight in weights.items() if not name.startswith("lm_head.")}
         recycled = self._config.recycled if self._is_third else "last"
-        return assembled(model, layers, self._fusion(config), weights, self.source, recycled)
+        return [assembled(model, layers, self._fusion(config), weights, self.source, recycled)]
 
     def _fusion(self, own: Any) -> Fusion:
         width, read = self._shapes["fc.weight"]
@@ -181,33 +175,3 @@ def eagle3_layers(config: PreTrainedConfig, attention: str | None, normed_residu
     inside = inside_of(layers)
     inside.layers[0] = Eagle3Layer(inside.layers[0], config, normed_residual)
     return layers
-
-
-@drafter("peagle", argument=":FOLDER", help="a published P-EAGLE head that was trained for this model")
-@dataclass(frozen=True)
-class ParallelEagle(Eagle):
-    """Drafts with a P-EAGLE head (2026, arXiv 2602.01469): one pass guesses all levels, independent of each other.
-
-    In the place of the tokens to come it reads slots with the embedding of a mask token and a learnt state.
-    """
-
-    holds = "P-EAGLE head"
-    essential = ("fc.weight", "mask_hidden", "layers.0.hidden_norm.weight")
-    # Draft tokens of published heads, where the config.json does not say.
-    levels = 8
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any]) -> EagleConfig:
-        mask = next((config[name] for name in ("mask_token_id", "ptd_token_id") if config.get(name) is not None), None)
-        if type(mask) is not int or mask < 0:
-            raise ValueError("its config.json names no mask_token_id")
-        return replace(EagleConfig.of(config), mask=mask)
-
-    def over(self, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> Head:
-        head = super().over(model, weights)
-        parts = weights["mask_hidden"].flatten().to(model.device, model.dtype).chunk(self.joined)
-        token = torch.tensor(self._config.mask, device=model.device)
-        return replace(head, masked=head.fusion.inputs(head.embed(token), head.fusion.state(parts)))
-
-    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> LevelProposer:
-        return LevelProposer(self, rows, heads)

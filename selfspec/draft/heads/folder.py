@@ -25,7 +25,7 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 
 _CONFIG = "config.json"
-_KINDS = ("eagle", "peagle", "dflash", "medusa", "hydra", "queries")
+_KINDS = ("eagle", "dflash", "medusa", "hydra", "queries")
 _FIELDS = {
     "backbone_hidden_size": "queries",
     "dflash_config": "dflash",

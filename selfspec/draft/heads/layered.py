@@ -19,7 +19,7 @@ from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.sizes import bytes_read, cache_bytes_of_token
 
 # Tables beside the weights.
-_TABLES = ("d2t", "t2d", "mask_hidden")
+_TABLES = ("d2t", "t2d")
 
 
 @dataclass(frozen=True, kw_only=True)

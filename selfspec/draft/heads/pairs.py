@@ -20,7 +20,7 @@ from selfspec.draft.draft import Draft, Verdict
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.heads.head import Head
 from selfspec.draft.rows_view import RowsView, check_text, made_once
-from selfspec.draft.tree_growth import FeatureProposer, ModelProposer, Read, of_levels, own_runner
+from selfspec.draft.tree_growth import FeatureProposer, ModelProposer, own_runner
 from selfspec.formats.format import Format
 from selfspec.model.early_head import plain_head
 from selfspec.model.gated_view import Features, Point
@@ -128,27 +128,16 @@ class PairProposer(ModelProposer, FeatureProposer):
         self._tree, self._states = tree, states
         return self.head.spread(logits, self._vocabulary)
 
-    def levels_after_text(self, rows: RowsView, depth: int) -> Tensor:
-        """Read the text and then `depth` unknown tokens in one pass; return their logits, `[rows, depth, vocab]`."""
-        logits, self._states = self._after_committed(rows, depth - 1)
-        return self.head.spread(logits, self._vocabulary)
-
-    def _after_committed(self, rows: RowsView, masked: int = 0) -> tuple[Tensor, Tensor]:
-        """Read all pairs and `masked` slots behind each row's last pair; return logits and states from that pair on."""
+    def _after_committed(self, rows: RowsView) -> tuple[Tensor, Tensor]:
+        """Read all pairs; return logits and states after each row's last pair, `[rows, 1, ...]`."""
         self._drop(rows.running)
-        self._catch_up(rows, self._cache.cursors.slack - masked)
-        counts = self._counts
-        tokens, states = self._next_pairs(rows, max(counts) + masked)
-        inputs = self.head.fusion.inputs(self.head.embed(tokens), states)
-        last = to_device([max(count - 1, 0) for count in counts], inputs.device)[:, None]
-        places = last + torch.arange(masked + 1, device=inputs.device)
-        if self.head.masked is not None:
-            each = torch.arange(len(counts), device=inputs.device)[:, None]
-            inputs[each, places[:, 1:]] = self.head.masked
-        logits, made = self._run(inputs, first=-1)
-        self._settle([max(count - 1, 0) for count in counts], made)
+        self._catch_up(rows, self._cache.cursors.slack)
+        tokens, states = self._next_pairs(rows, max(self._counts))
+        last = [max(count - 1, 0) for count in self._counts]
+        logits, made = self._run(self.head.fusion.inputs(self.head.embed(tokens), states), first=-1)
+        self._settle(last, made)
         self._note_first_read()
-        at = places[..., None]
+        at = to_device(last, made.device)[:, None, None]
         return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
 
     def _note_first_read(self) -> None:
@@ -278,11 +267,3 @@ class _Waiting:
     states: Tensor
     start: int | None = None  # number of the token that slot 0 belongs to; None: nothing was read yet
     first_read: bool = False  # True if the first of them was read, as the last pair before a draft
-
-
-class LevelProposer(PairProposer):
-    """Grows drafts from one pass of a head, which guesses all levels independently."""
-
-    def reader(self, rows: RowsView, tree: Tree) -> Read:
-        levels = self.levels_after_text(rows, tree.depth)
-        return of_levels(tree, lambda level: levels[:, level : level + 1])

@@ -175,7 +175,7 @@ def test_a_head_behind_look_ups(tmp_path: Path, kind: str, joined: str) -> None:
 def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)
     own, _, folder = draft.partition(":")
-    for name in {"eagle", "medusa", "hydra", "peagle", "dflash"} - {own}:
+    for name in {"eagle", "medusa", "hydra", "dflash"} - {own}:
         # EAGLE-1's config.json is that of a llama, and an MTP module lies in a whole checkpoint.
         said = f"write {own}:" if kind not in ("eagle1", "mtp", "mtp2") else "holds no|cannot be used"
         with pytest.raises(HeadError, match=said):
@@ -279,7 +279,7 @@ def test_native_programs_keep_the_states_that_a_head_reads(tmp_path: Path, kind:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("nodes", [1, 2], ids=["chains", "trees"])
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp", "peagle", "hydra"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp", "hydra"])
 @in_bits
 def test_native_programs_run_the_steps_of_a_head(tmp_path: Path, kind: str, nodes: int, bits: str) -> None:
     if kind == "mtp":
@@ -340,8 +340,7 @@ MISFITS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dflash", {}, {"vocab_size": 3}, "masks with token 3, and this model knows 3"),
     ("dflash", {"dflash_config": FAR}, {}, "reads layer 10"),
     ("dflash", {"block_size": None}, {}, "lacks target_layer_ids, mask_token_id or block_size"),
-    ("peagle", {"mask_token_id": 60}, {}, "masks with token 60, and this model knows 50"),
-    ("peagle", {"mask_token_id": None}, {}, "names no mask_token_id"),
+    ("eagle3", {"parallel_drafting": True}, {}, "heads of the kind 'peagle' are not read"),
     ("medusa", {}, {"vocab_size": 51}, ANOTHER),
     ("medusa", {}, {"hidden_size": 48}, ANOTHER),
     ("hydra", {}, {"vocab_size": 51}, ANOTHER),
@@ -369,7 +368,6 @@ def generated(model: PreTrainedModel, draft: str) -> None:
     [
         ("eagle3", ("d2t", "t2d"), "lacks d2t, which says which"),
         ("dflash", ("layers.1.mlp.up_proj",), r"lacks the weight layers\.1\.mlp\.up_proj\.weight"),
-        ("peagle", ("mask_hidden",), "no weight mask_hidden"),
         ("medusa", ("1.1.weight",), r"lacks the weight 1\.1\.weight"),
         ("hydra", ("lm_head.1",), r"lacks the weight hydra_lm_head\.1\.1\.weight"),
         ("hydra", ("prefix",), "no Hydra heads with a prefix layer"),

@@ -23,10 +23,11 @@ from helpers.shrunken import shrunken
 from helpers.snippets import snippets
 from helpers.tiny import in_turns
 from selfspec.draft import Budget
+from selfspec.draft.heads.dflash import BlockProposer
 from selfspec.draft.heads.hydra import HydraProposer
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction
-from selfspec.draft.heads.pairs import LevelProposer, PairProposer
+from selfspec.draft.heads.pairs import PairProposer
 from selfspec.draft.heads.queries import QueriesProposer
 from selfspec.errors import HeadError
 
@@ -119,37 +120,12 @@ def test_a_dflash_head_drafts_what_it_was_published_for(
 ) -> None:
     options = DFLASH[variant]
     folder = published_heads.dflash(tmp_path, llama, **options)
-    found = drafts_of(monkeypatch, LevelProposer, llama, f"dflash:{folder}", control)
+    found = drafts_of(monkeypatch, BlockProposer, llama, f"dflash:{folder}", control)
     first = int(variant != "from-anchor")
     last = {"last-layer": "normed", "last-layer-of-speculators": "last"}.get(variant, 3)
     expected = reference_heads.dflash(llama, read(folder)[0], options.get("layers", 2), first, last)
     assert_drafts_are(found, expected)
     assert max(each.draft.length for each in found) == {2: 2, 6: 4 - first}.get(control, 3)
-
-
-@pytest.mark.parametrize("control", [1, 4, TREE], ids=str)
-def test_a_peagle_head_drafts_what_it_was_published_for(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: Any
-) -> None:
-    folder = published_heads.peagle(tmp_path, model)
-    found = drafts_of(monkeypatch, LevelProposer, model, f"peagle:{folder}", control)
-    assert_drafts_are(found, reference_heads.peagle(model, *read(folder)))
-
-
-def test_a_draft_of_peagle_takes_one_pass_of_the_head(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: list[int] = []
-    run = PairProposer._run
-
-    def counted(self: Any, inputs: Any, first: int) -> Any:
-        passes.append(inputs.shape[1])
-        return run(self, inputs, first)
-
-    monkeypatch.setattr(PairProposer, "_run", counted)
-    spec = selfspec.wrap(model, f"peagle:{published_heads.peagle(tmp_path, model)}", draft_length=4)
-    stats = spec.generate(PROMPTS[1], max_new_tokens=12, **GREEDY).stats
-    assert stats.drafted > 3 * len(passes) > 0
 
 
 @pytest.mark.parametrize("control", [5, TREE], ids=str)
