@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from selfspec import errors, runtime
     from selfspec.api import SelfSpeculative, load, wrap
     from selfspec.architecture import Adapter
-    from selfspec.control import ConfidenceStop, CostAware, FixedLength
+    from selfspec.control import CostAware, FixedLength
     from selfspec.control.costs import BatchCosts, Costs
     from selfspec.control.profile import Profile
     from selfspec.decode.output import GenerateOutput
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "BatchCosts",
-    "ConfidenceStop",
     "CostAware",
     "Costs",
     "Engine",
@@ -52,7 +51,7 @@ _HOMES = {
     "tools.calibrate.calibration": ["calibrate"],
     "architecture": ["Adapter"],
     "control.profile": ["Profile"],
-    "control": ["ConfidenceStop", "CostAware", "FixedLength"],
+    "control": ["CostAware", "FixedLength"],
     "control.costs": ["BatchCosts", "Costs"],
     "decode.output": ["GenerateOutput"],
     "serve.engine": ["Engine"],

@@ -104,7 +104,7 @@ def wrap(
         draft: a drafter such as `EarlyExit`, its name as on the command line, or a `Profile`; "auto" reads the profile
             that `selfspec calibrate` wrote for this model and machine, "auto:FILE" another one; None or
             False is plain decoding.
-        draft_length: tokens drafted each round, at least 1, or a control such as `ConfidenceStop`; None is `CostAware`,
+        draft_length: tokens drafted each round, at least 1, or a control; None is `CostAware`,
             which drafts as many tokens as pay.
         accept: the rule that judges drafts, or its name, as `selfspec drafts` and docs/exactness.md list them; None is
             `default_rule`.

@@ -19,7 +19,7 @@ import selfspec
 from helpers import tiny
 from helpers.studies import profile_of
 from selfspec import drafts
-from selfspec.accept.relaxed import Lenience, TopKTolerance, Typical
+from selfspec.accept.relaxed import TopKTolerance, Typical
 from selfspec.errors import SelfSpecError
 from selfspec.serve.row_request import RowRequest
 from selfspec.tools.calibrate.measurements import Measurements
@@ -155,7 +155,6 @@ CALLS["wrap weights"] = lambda g: selfspec.wrap(tiny.llama().to("meta"))
 # Rules, controls, costs, runtimes.
 _each("Typical epsilon", [*NO_NUMBERS, -0.1, 1.5], lambda g, v: Typical(epsilon=v))
 _each("Typical delta", [*NO_NUMBERS, -0.1], lambda g, v: Typical(delta=v))
-_each("Lenience", [*NO_NUMBERS, 0, -0.5, 1.5], lambda g, v: Lenience(v))
 _each("TopKTolerance top_k", NO_COUNTS, lambda g, v: TopKTolerance(top_k=v))
 _each(
     "TopKTolerance tolerance", [NAN, -INF, "0.5", None, True, [0.5], 1j, -0.1], lambda g, v: TopKTolerance(tolerance=v)
@@ -165,8 +164,6 @@ _each("FixedLength nodes", [*NO_COUNTS, 1, 2**40], lambda g, v: selfspec.FixedLe
 _each("CostAware", NO_COUNTS, lambda g, v: selfspec.CostAware(v))
 _each("CostAware nodes", [*NO_COUNTS, 2**40], lambda g, v: selfspec.CostAware(3, nodes=v), None)
 _each("CostAware costs", [3, 0.3, {}, {"draft": 0.3}, "x", selfspec.Costs], lambda g, v: selfspec.CostAware(costs=v))
-_each("ConfidenceStop", [*NO_NUMBERS, 1.5, -0.1], lambda g, v: selfspec.ConfidenceStop(v))
-_each("ConfidenceStop longest", NO_COUNTS, lambda g, v: selfspec.ConfidenceStop(longest=v))
 _each("Costs", [*NO_NUMBERS, -0.1, -1], lambda g, v: selfspec.Costs(v))
 for name, below in {"verify": [0.0, -1.0], "widening": [-0.1], "overhead": [], "each_row": [-0.1],
                     "out_of_step": [0.5]}.items():
@@ -238,7 +235,7 @@ ROWS: dict[str, list[Any]] = {
 SAYS = {f"RowRequest {field}": field for field in ROWS if field != "input_ids"} | {
     "wrap model": "transformers model|a torch module", "wrap draft": "draft|cannot be read",
     "wrap length": "draft length", "wrap accept": "accept|choose one of", "wrap adapter": "adapter",
-    "wrap runtime": "runtime", "Lenience": "lenience is above 0 and at most 1",
+    "wrap runtime": "runtime",
     "EarlyExit": "exit layer", "LayerSkip attention": "attention|skip set", "LayerSkip mlp": "mlp|skip set",
     "LayerSkip layers": "layers|skip set", "PromptLookup shortest": "longest <= 64",
     "PromptLookup longest": "longest <= 64", "Cascade first": "cascade", "Cascade then": "cascade",
@@ -248,7 +245,7 @@ SAYS = {f"RowRequest {field}": field for field in ROWS if field != "input_ids"} 
     "LowPrecision bits": "8 and 4", "LowPrecision group": "choose one of 32, 64, 128, 256",
     "LowPrecision head": "write True", "LowPrecision fewer": "give an EarlyExit or a LayerSkip",
     "LowPrecision layers": "at least one|list of layer numbers|out of range|layer",
-    "ConfidenceStop": "threshold", "ConfidenceStop longest": "draft length", "CostAware": "draft length",
+    "CostAware": "draft length",
     "CostAware costs": "costs", "Costs": "draft", "BatchCosts": "costs",
 } | {f"Costs {part}": part for part in ("verify", "widening", "overhead", "out_of_step", "rows", "each_row")}
 for field, wrong in ROWS.items():

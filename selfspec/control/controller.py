@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from selfspec.arguments import is_finite, is_whole, shown
+from selfspec.arguments import is_whole, shown
 from selfspec.cache.tree import Tree
 from selfspec.control.costs import Costs, CostsByRows
 from selfspec.draft.draft import Budget, Draft, RowVerdict
@@ -146,38 +146,6 @@ class FixedLength(Control):
 
     def begin(self, costs: CostsByRows) -> Controller:
         return Controller(Budget(self.length, self.nodes or self.length), costs.in_batch(1))
-
-
-@dataclass(frozen=True)
-class ConfidenceStop(Control):
-    """Drafts until a token's confidence, the largest probability of its q, falls below a threshold in 0..1.
-
-    Under exact rules the token below the threshold stays in the draft. In a batch, drafting ends when no unfinished row
-    is confident. A draft has at most `longest` tokens.
-    """
-
-    threshold: float = 0.5
-    longest: int = 7
-
-    def __post_init__(self) -> None:
-        check_length(self.longest)
-        if not is_finite(self.threshold) or not 0 <= self.threshold <= 1:
-            raise DraftConfigError(f"a confidence threshold lies in 0..1, got {self.threshold!r}")
-
-    def begin(self, costs: CostsByRows) -> Controller:
-        return ConfidentController(self)
-
-
-class ConfidentController(Controller):
-    """Decides for `ConfidenceStop`."""
-
-    def __init__(self, control: ConfidenceStop) -> None:
-        super().__init__(Budget.chain(control.longest))
-        self._threshold = control.threshold
-
-    def goes_on(self, confidences: Callable[[], list[float]]) -> bool:
-        found = zip(confidences(), self._unfinished, strict=True)
-        return any(unfinished and confidence >= self._threshold for confidence, unfinished in found)
 
 
 MAY_LOSE = 3.0

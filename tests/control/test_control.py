@@ -44,7 +44,7 @@ def learned(controller: Controller, length: int, accepted: int, match: int = 0) 
 
 
 @pytest.mark.parametrize("remaining", [1, 2, 3, 4, 9])
-@pytest.mark.parametrize("control", [selfspec.FixedLength(3), selfspec.ConfidenceStop(0.0, 3), CostAware(3)], ids=str)
+@pytest.mark.parametrize("control", [selfspec.FixedLength(3), CostAware(3)], ids=str)
 def test_no_more_is_drafted_than_can_be_of_use(control: Control, remaining: int) -> None:
     controller = control.begin(CHEAP)
     assert controller.most == Budget.chain(3)
@@ -57,19 +57,6 @@ def test_fewer_nodes_than_levels_bound_the_levels(llama: PreTrainedModel) -> Non
     assert CostAware(3, nodes=2).begin_by_load(CHEAP).most == Budget(2, 2)
     spec = selfspec.wrap(llama, "recycle", draft_length=CostAware(costs=CHEAP, nodes=4))
     assert_rows_are_stock(llama, spec, [tiny.prompt(7), tiny.prompt(4, seed=1)], max_new_tokens=24)
-
-
-def test_the_token_that_falls_under_the_threshold_is_the_last_and_is_kept() -> None:
-    controller = selfspec.ConfidenceStop(0.5, longest=5).begin(CHEAP)
-    assert drafted(controller, [0.9, 0.6, 0.4, 0.9, 0.9]) == 3
-    assert drafted(controller, [0.49, 0.9, 0.9, 0.9, 0.9]) == 1
-    assert drafted(controller, [0.9] * 5) == 5
-    # One confident row that is not finished is enough.
-    controller = selfspec.ConfidenceStop(0.5).begin(CHEAP)
-    controller.budget(9, [True, True])
-    assert controller.goes_on(said(0.3, 0.8))
-    controller.budget(9, [True, False])
-    assert not controller.goes_on(said(0.3, 0.8))
 
 
 def test_sure_drafts_continue_and_doubtful_ones_stop() -> None:
@@ -320,11 +307,10 @@ LOOKED_UP = selfspec.drafts.Cascade(selfspec.drafts.PromptLookup(1, 2), selfspec
 @pytest.mark.parametrize(
     ("control", "draft", "rule"),
     [
-        (selfspec.ConfidenceStop(0.45, longest=2), "exit:1", "block"),
         (CostAware(2, costs=CHEAP), "exit:1", "token"),
         (CostAware(2), LOOKED_UP, "block"),
     ],
-    ids=["confidence", "costs", "look-up"],
+    ids=["costs", "look-up"],
 )
 def test_samples_follow_the_exact_joint_where_tokens_decide_how_long_a_draft_is(
     control: Control, draft: str | selfspec.drafts.Drafter, rule: str

@@ -438,7 +438,6 @@ def test_a_batch_whose_end_never_comes_runs_to_its_length() -> None:
     [
         (DRAFT, 10**9),
         (DRAFT, 10**5000),
-        (DRAFT, selfspec.ConfidenceStop(0.0, longest=10**9)),
         (DRAFT, selfspec.CostAware(longest=10**9)),
         (DRAFT, selfspec.CostAware(longest=10**9, costs=selfspec.Costs(draft=0.01))),
         (selfspec.drafts.PromptLookup(1, 3), 10**9),

@@ -24,7 +24,7 @@ from helpers.serving import Stepped
 from helpers.tiny import in_turns
 from invariants.examples import EXAMPLES, Draft
 from selfspec.accept import rules
-from selfspec.control import ConfidenceStop, Control, CostAware, FixedLength
+from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.costs import Costs
 from selfspec.draft.registry import declarations
 from selfspec.serve.row_request import RowRequest
@@ -41,7 +41,6 @@ CONTROLS: dict[str, Control] = {
     "model": ModelDrafts(2, nodes=7),
     "turns": InTurns(2, nodes=5),
     "costs": CostAware(3, nodes=7),
-    "confidence": ConfidenceStop(0.1),
 }
 
 # Rows of different lengths over few tokens, so that some have a match for a look-up and others none; and many tokens

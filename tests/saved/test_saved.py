@@ -148,7 +148,7 @@ def test_what_has_no_name_is_not_saved(tmp_path: Path) -> None:
     refused = selfspec.errors.DraftConfigError, selfspec.errors.UnsupportedOptionError
     for error, draft, length, rule in (
         (refused[0], Other(2), 4, None),
-        (refused[0], "exit:2", selfspec.ConfidenceStop(0.3), None),
+        (refused[0], "exit:2", selfspec.CostAware(3), None),
         (refused[1], "exit:2", 4, Rule()),
     ):
         spec = selfspec.wrap(tiny.llama(), draft, draft_length=length, accept=rule)
