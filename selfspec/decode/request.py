@@ -165,13 +165,15 @@ def read_request(
     check_values(value_of, _scope(model, read))
     if value_of("token_healing"):
         raise unsupported("token_healing")
-    call = _Call(model, generation_config, options)
-    strings = value_of("stop_strings")
+    asked, strings = model, value_of("stop_strings")
     if strings is not None:
         # Make their criterion here, since `transformers` would lack the tokenizer.
-        call = call.without("stop_strings")
         criteria = [*(options.get("stopping_criteria") or ()), _stop_criterion(strings, tokenizer)]
-        call.options["stopping_criteria"] = StoppingCriteriaList(criteria)
+        options |= {"stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+        # Copies: the model's own defaults are read in any case, and must not change.
+        asked = copy(model)
+        asked.generation_config = _without_strings(model.generation_config)
+        generation_config = None if generation_config is None else _without_strings(generation_config)
     handed: list[Prepared] = []
 
     # transformers passes on the input of the encoder if a parameter has this name.
@@ -190,14 +192,7 @@ def read_request(
     # a class with an encoder may call the common one several times, and this is one of the calls.
     generate = GenerationMixin.generate if encodes else type(model).generate
     try:
-        generate(
-            call.model,
-            input_ids,
-            generation_config=call.generation_config,
-            custom_generate=receive,
-            **masks,
-            **call.options,
-        )
+        generate(asked, input_ids, generation_config=generation_config, custom_generate=receive, **masks, **options)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise UnsupportedOptionError(f"transformers refuses these generation options: {error}") from error
     if not handed:
@@ -238,26 +233,9 @@ def _taken_cache(options: dict[str, Any]) -> Cache | None:
     return next(iter(caches.values()), None)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of `generate` for `transformers` to read."""
-
-    model: PreTrainedModel
-    generation_config: GenerationConfig | None
-    options: dict[str, Any]
-
-    def without(self, name: str) -> _Call:
-        """Return the call without an option, in its keywords and in both configs."""
-        # A copy: the model's own defaults are read in any case, and must not change.
-        model = copy(self.model)
-        model.generation_config = _config_without(name, self.model.generation_config)
-        given = self.generation_config
-        return _Call(model, None if given is None else _config_without(name, given), {**self.options, name: None})
-
-
-def _config_without(name: str, config: GenerationConfig) -> GenerationConfig:
+def _without_strings(config: GenerationConfig) -> GenerationConfig:
     config = deepcopy(config)
-    setattr(config, name, None)
+    config.stop_strings = None
     return config
 
 
