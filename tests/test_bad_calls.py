@@ -127,7 +127,6 @@ for part in ("attention", "mlp", "layers"):
         _field(part, lambda g: lambda **layers: selfspec.wrap(g.model, drafts.LayerSkip(**layers))),
     )
 _each("LowPrecision bits", [2, 16, "8", 8.0, True, None, [8]], lambda g, v: drafts.LowPrecision(v))
-_each("LowPrecision group", [0, 16, "32", 32.0, True, None, -32], lambda g, v: drafts.LowPrecision(4, v))
 _each("LowPrecision 8 bits in groups", [64, 128, 256], lambda g, v: drafts.LowPrecision(8, v))
 _each("LowPrecision layers", [[], [1, 1], [-1], [99], ["1"], [1.5], [True], 3, "12", [None], {1: 2}.items()],
     lambda g, v: selfspec.wrap(g.model, drafts.LowPrecision(layers=v)))
@@ -242,7 +241,7 @@ SAYS = {f"RowRequest {field}": field for field in ROWS if field != "input_ids"} 
     "Recycling candidates": "1 to 64", "Recycling longest": "1 to 16", "Recycling most_bytes": "8192 to",
     "Suffixes most_bytes": "most_bytes must be an integer from 0 to", "FixedLength nodes": "at least its length, 3",
     "ReducedVocabulary": "must list token ids, at least one and none twice|token [0-9]+",
-    "LowPrecision bits": "8 and 4", "LowPrecision group": "choose one of 32, 64, 128, 256",
+    "LowPrecision bits": "8 and 4",
     "LowPrecision head": "write True", "LowPrecision fewer": "give an EarlyExit or a LayerSkip",
     "LowPrecision layers": "at least one|list of layer numbers|out of range|layer",
     "CostAware": "draft length",

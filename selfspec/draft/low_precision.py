@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from transformers import PreTrainedModel
 
@@ -39,8 +38,7 @@ class LowPrecision(LayerPathDrafter):
     Keys and values of the draft are overwritten.
 
     Attributes:
-        format: format of the weights, or `bits` (8 or 4) and `group_size` (weights that share a scale in 4 bits); 8
-            bits have one scale for each output.
+        format: format of the weights, or `bits`, 8 (a scale for each output) or 4 (one for each 32 weights).
         layers: numbers of the layers with substitutes; None: all.
         fewer: the exit or the skip set of the draft; None: all layers run.
         head_too: True if the language-model head is in fewer bits too.
@@ -54,7 +52,6 @@ class LowPrecision(LayerPathDrafter):
     def __init__(
         self,
         bits: int = 8,
-        group_size: int = 32,
         layers: Iterable[int] | None = None,
         fewer: EarlyExit | LayerSkip | None = None,
         head: bool = True,
@@ -62,7 +59,7 @@ class LowPrecision(LayerPathDrafter):
         format: Format | None = None,
     ) -> None:
         values = {
-            "format": format or _of_bits(bits, group_size),
+            "format": format or _of_bits(bits),
             "layers": None if layers is None else layer_numbers("layers", layers),
             "fewer": fewer,
             "head_too": head,
@@ -150,12 +147,7 @@ class LowPrecision(LayerPathDrafter):
         raise no_substitutes(model, self.format)
 
 
-def _of_bits(bits: object, group_size: object) -> Format:
+def _of_bits(bits: object) -> Format:
     if type(bits) is not int or bits not in (4, 8):
         raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
-    # Other sizes of groups than 4 bits have are refused for 8 bits as well.
-    kinds: Mapping[str, Any] = formats()
-    grouped: Format = kinds["int4"](group_size)
-    if bits == 8 and grouped != type(grouped)():
-        raise DraftConfigError(f"group_size={group_size}: 8 bits have one scale for each output; leave it out")
-    return grouped if bits == 4 else cast(Format, kinds["int8"]())
+    return formats()[f"int{bits}"]()

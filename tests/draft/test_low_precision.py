@@ -70,7 +70,7 @@ def elsewhere(model: PreTrainedModel) -> None:
     [
         ("int4", other_layers, r"no layer .* in 4 bits.*draft with"),
         ("lookup+int8", other_layers, r"no layer .* in 8 bits.*draft with"),
-        (selfspec.drafts.LowPrecision(4, group_size=256), None, r"groups of 256 divide.*group_size=32"),
+        (selfspec.drafts.LowPrecision(format=Int4(256)), None, r"groups of 256 divide.*group_size=32"),
         ("int8", quantised, r"quantised already.*draft with PromptLookup\(\) or an exit"),
         ("int8+exit:2", quantised, "quantised already"),
         ("int8", elsewhere, "no kernels for low-precision drafts on mps; use cpu or cuda"),

@@ -34,6 +34,7 @@ from selfspec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from selfspec.formats.int4 import Int4
 from selfspec.formats.planes import Planes
 from selfspec.model.identity import fingerprint
 from selfspec.placement.drafts import placement_of
@@ -365,7 +366,7 @@ def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(spec: selfspec.Se
         ("int8", r"here are copies in 4 bits.*draft='int8'"),
         ("lookup+int8", "--draft int8"),
         (
-            selfspec.drafts.LowPrecision(4, group_size=64),
+            selfspec.drafts.LowPrecision(format=Int4(64)),
             r"group_size=64\): within a budget .* int4 \(group_size=32\)",
         ),
         (selfspec.drafts.LowPrecision(4, layers=[0, 2]), r"\[0\] stay in memory"),
