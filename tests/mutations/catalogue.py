@@ -496,7 +496,7 @@ CATALOGUE = (
         "any(row.ended or len(row.path) > place for row in rows.values())",
         ("test_remembering.py", "-k", "calls_and_text and both")),
     Mutation("recovered tokens of a draft judged in order are drawn from p", "accept",
-        "rule.recovery_probs(seen.draft, seen.p, place)", "seen.p[:, 0]", ("test_remembering.py", "-k", "joint")),
+        "rule.recovery_probs(draft, p, place)", "p[:, 0]", ("test_remembering.py", "-k", "joint")),
     # Prompts that are no tokens, and caches of states.
     Mutation("padding between a prefix and the text counts towards windows", "check_model_inputs",
         "smallest_window(config) is not None", "False", ("test_padding_that_would_count_as_text_is_refused",)),
@@ -666,7 +666,7 @@ CATALOGUE = (
         "(len(each.states) - 1) * each.first_read if each is not None else 0", (_EAGLE,)),
     Mutation("differences of a reduced vocabulary are taken for ids", "drafted_tokens",
         "torch.arange(len(differences)) + differences.cpu().long()", "differences.cpu().long().abs()", (_EAGLE,)),
-    Mutation("EAGLE-3 goes on from its state after the norm", "Eagle.over",
+    Mutation("EAGLE-3 goes on from its state after the norm", "Eagle.heads",
         "self._config.recycled if self._is_third else 'last'", "'normed'", (_EAGLE,)),
     Mutation("EAGLE-1 reads the target's state before the norm", "Eagle.features",
         "('normed',)", "('last',)", ("test_an_eagle_1_head_drafts_what_it_was_published_for",)),
