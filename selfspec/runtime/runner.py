@@ -20,8 +20,8 @@ from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
-from selfspec.model.early_head import plain_head
-from selfspec.model.gated_view import Features, FeatureTap, GatedModel, Point
+from selfspec.model.early_head import DraftHead, plain_head
+from selfspec.model.gated_view import Features, FeatureTap, GatedModel, Point, compared_view
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
@@ -102,8 +102,20 @@ class ModelRunner:
 
     @property
     def keeps_last_logits(self) -> bool:
-        """True if the model can compute the logits of the last token of a pass alone."""
+        """True if the model can compute the logits of the last tokens of a pass alone."""
         return takes(self.model, "logits_to_keep")
+
+    def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Run a prompt, `[batch, tokens]`; return its last logits, at most `most`, at an early exit and at the end.
+
+        Both are `[batch, tokens, vocab]`; the exit's are -inf at tokens that cannot be drafted. `exit_layer` is the
+        first layer that the exit leaves out, at least 1; `head` None: the model's own norm and head.
+        """
+        view = compared_view(self._viewed, self.adapter, exit_layer, head)
+        kept = self._kept(min(most, tokens.shape[1]))
+        with self._attending:
+            target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
+        return (draft if head is None else head.alone(draft)), target
 
     def prefill(self, tokens: Tensor, counts: Sequence[int], taps: tuple[Point, ...] = ()) -> Features:
         """Read prompts, `[batch, tokens]` or embeddings, into the cache; return the states of all tokens at `taps`.
@@ -123,7 +135,7 @@ class ModelRunner:
     def last_logits(self, tokens: Tensor) -> Tensor:
         """Read prompts of one length, `[batch, tokens]`, into the empty cache; return the last logits of each."""
         with self._attending:
-            logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._last_alone).logits
+            logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._kept(1)).logits
         # A model's own code may take the option and give all of them.
         return logits[:, -1:]
 
@@ -159,7 +171,7 @@ class ModelRunner:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         inputs, base = self._inputs(request.tokens, request.first, request.path.view), self._base_of(request)
         if base is None and request.headless:
-            inputs |= self._last_alone
+            inputs |= self._kept(1)
         return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
 
     def _base_of(self, request: PassRequest) -> str | None:
@@ -169,13 +181,12 @@ class ModelRunner:
     def _run_for_states(self, module: nn.Module, tokens: Tensor) -> None:
         """Run a view of the stock model over tokens for what they leave in the cache."""
         base = self._runs_alone
-        runs, kept = (module, self._last_alone) if base is None else (module.get_submodule(base), {})
+        runs, kept = (module, self._kept(1)) if base is None else (module.get_submodule(base), {})
         runs(**self._called_with(runs, tokens), **kept)
 
-    @property
-    def _last_alone(self) -> dict[str, object]:
-        """The option that limits logits to those of the last token, if the model has it."""
-        return {"logits_to_keep": 1} if self.keeps_last_logits else {}
+    def _kept(self, last: int) -> dict[str, object]:
+        """Return the option that limits logits to the last tokens, if the model has it."""
+        return {"logits_to_keep": last} if self.keeps_last_logits else {}
 
     # Another runner replaces this.
     _run_in_block = _run_stock

@@ -13,8 +13,7 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import outcome
 from helpers.joints import PAIR, THREE, Warp, assert_rows_are_stock, network, p_values
-from selfspec.control import Control, Controller, CostAware
-from selfspec.control.cost_aware import AcceptanceModel
+from selfspec.control import Control, Controller, CostAware, Evidence
 from selfspec.draft import Budget, Draft, RowVerdict
 
 CHEAP = selfspec.Costs(draft=0.1)
@@ -79,14 +78,13 @@ def test_the_larger_the_batch_the_sooner_a_draft_stops() -> None:
 
 def test_a_draft_that_is_better_than_fair_is_trusted_at_confidences_not_seen_before() -> None:
     """One whose own scores are flat, and which stands all the same, as a random model's with a planted acceptance."""
-    chances = {}
+    lengths = {}
     for accepted in (0.95, 0.6, 0.2):
-        model = AcceptanceModel()
-        for _ in range(8):
-            model.count(0.05, accepted)
-        chances[accepted] = model.chance(0.35)
-    assert chances[0.95] > 0.8
-    assert chances[0.95] > chances[0.6] > chances[0.2]
+        controller = CostAware(6).begin(selfspec.Costs(draft=0.4, verify=1.1))
+        controller.learn_prompt(Evidence((0.05,) * 32, (accepted,) * 32))
+        lengths[accepted] = drafted(controller, [0.35] * 6)
+    assert lengths[0.95] >= 3
+    assert lengths[0.95] > lengths[0.6] >= lengths[0.2]
 
 
 @pytest.mark.parametrize("stand", [True, False])
