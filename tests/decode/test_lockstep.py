@@ -297,15 +297,16 @@ def test_dropping_rows_that_have_ended_changes_nothing(
     spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept=rule)
     processors = in_order() if memory else LogitsProcessorList()
     seen = batches(llama)
-    dropped = texts(spec, prompts(), seed=2, logits_processor=processors)
+    dropped = texts(spec, prompts(), seed=7, logits_processor=processors)
     assert min(seen) < ROWS
     seen.clear()
     # A cache that is returned keeps all its rows.
-    assert texts(spec, prompts(), seed=2, logits_processor=processors, return_dict_in_generate=True) == dropped
+    assert texts(spec, prompts(), seed=7, logits_processor=processors, return_dict_in_generate=True) == dropped
     assert set(seen) == {ROWS}
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+# The others draft trees where places need not be judged in order.
+@pytest.mark.parametrize("draft", [*KINDS, "look-up", "cascade"])
 def test_a_draft_that_is_judged_in_order_uses_the_same_noise(llama: PreTrainedModel, draft: str) -> None:
     spec = selfspec.wrap(llama, DRAFTS[draft], draft_length=3, accept="token")
     for row in (0, 3):
