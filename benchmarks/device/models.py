@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from widen import SIZES, Size, places, widened
 
 from selfspec.errors import UnsupportedModelError
@@ -56,6 +61,7 @@ class Models:
         self._small = model_place(small)
         self._small_config = read_config(self._small)
         self._held: tuple[str, Any] = ("", None)
+        self._heads = TemporaryDirectory()
 
     def config(self, shape: str) -> LlamaConfig:
         """Return the configuration of a shape."""
@@ -73,6 +79,24 @@ class Models:
     def trained(self, shape: str) -> Checkpoint:
         """Return a model of about a shape that computes what the small trained one does, up to rounding."""
         return self._kept(f"trained {shape}", lambda: self._widened(shape))
+
+    def eagle(self, shape: str) -> str:
+        """Return the folder of a head for a trained model, of random weights: a layer behind one product, as EAGLE's.
+
+        It is written anew for each model, and goes with this object.
+        """
+        config = self.trained(shape).model.config
+        torch.manual_seed(0)
+        layer, hidden = LlamaDecoderLayer(config, 0).to(DTYPE), config.hidden_size
+        weights = {
+            f"layers.0.{name}": each for name, each in layer.state_dict().items() if "input_layernorm" not in name
+        }
+        weights["fc.weight"] = torch.randn(hidden, 2 * hidden, dtype=DTYPE) * (2 * hidden) ** -0.5
+        folder = Path(self._heads.name)
+        save_file(weights, folder / "model.safetensors")
+        about = {**config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(about, default=str), encoding="utf-8")
+        return str(folder)
 
     def exit_layer(self, shape: str, share: float) -> int:
         """Return the exit of a trained model behind this share of the small model's layers."""

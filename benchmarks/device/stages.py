@@ -12,6 +12,7 @@ from itertools import product
 from logging import getLogger
 from logging.handlers import BufferingHandler
 from typing import Any
+from unittest import mock
 
 import torch
 from device.kit import CANNOT, FAILED, Bench, Rows, Stage
@@ -21,7 +22,8 @@ from harness import equal_tokens, sampling
 from selfspec.api import wrap
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.decode.generation import Generation
-from selfspec.device import Timer
+from selfspec.device import HostCopy, Timer
+from selfspec.draft import Drafter
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import PLAIN, draft_name, parse_draft
 from selfspec.kernels import trial
@@ -36,6 +38,8 @@ from selfspec.tools.lab.arms import RUNTIMES, runtime_named
 Cases = dict[str, Callable[[], Rows]]
 
 _BY = ("eager", "graphs")
+# A head of random weights, shaped as one of EAGLE's.
+_EAGLE = "eagle"
 _CHAIN, _TREE = FixedLength(3), FixedLength(3, nodes=7)
 _DRAFTS = {
     "plain": (PLAIN, _CHAIN),
@@ -139,10 +143,30 @@ def idle_share(begun: Callable[[], Generation], rounds: int) -> float:
     return float(max(0.0, 1.0 - busy / seconds))
 
 
+def host_milliseconds(begun: Callable[[], Generation], rounds: int) -> Estimate:
+    """Time what the host does in rounds after the first, beside its waits for values of a device."""
+    generation, read, waited, found = begun(), HostCopy.read, [0.0], []
+    next(generation)
+
+    def timed(copy: HostCopy) -> torch.Tensor:
+        began = time.perf_counter()
+        values = read(copy)
+        waited[0] += time.perf_counter() - began
+        return values
+
+    with mock.patch.object(HostCopy, "read", timed):
+        for _ in range(rounds):
+            waited[0], began = 0.0, time.perf_counter()
+            next(generation)
+            found.append(1000 * (time.perf_counter() - began - waited[0]))
+    generation.close()
+    return Estimate.of_median(found)
+
+
 def wait_cases(bench: Bench) -> Cases:
     """Return plain decoding and drafts of fixed and of changing length, by stock modules and graphs."""
     exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
-    drafts = [(PLAIN, None), (exit_, 3), (exit_, None), ("int8", 3), ("lookup", 3)]
+    drafts = [(PLAIN, None), (exit_, 3), (exit_, None), ("int8", 3), ("lookup", 3), (_EAGLE, 3)]
     cases: Cases = {}
     for by, (draft, length), temperature in product(_BY, drafts, (0.0, 0.8)):
         how = "" if draft == PLAIN else f", {f'{length} tokens' if length else 'default control'}"
@@ -156,7 +180,7 @@ def _counted(bench: Bench, by: str, draft: str, length: int | None, temperature:
     # Texts long enough that programs of every kind are made and proved, and that no round is the last.
     warm_ups, rounds, tokens = (1, 2, 24) if bench.miniature else (2, 16, 192)
     how = {"draft_length": length, "runtime": runtime_named(by, after=0)}
-    spec = wrap(bare(checkpoint.model), parse_draft(draft), **how)  # type: ignore[arg-type]
+    spec = wrap(bare(checkpoint.model), _drafter(bench, draft), **how)  # type: ignore[arg-type]
     prompts = _prompts(bench, checkpoint.tokenizer)
     options: dict[str, Any] = {"max_new_tokens": tokens, "eos_token_id": None, "seed": 1}
 
@@ -176,10 +200,15 @@ def _counted(bench: Bench, by: str, draft: str, length: int | None, temperature:
         "": {
             "a round, ms": Estimate.of_median([1000 * each for each in seconds]),
             "drafted": Estimate.of_median(drafted),
+            "of the host, ms": host_milliseconds(begun, rounds) if on_cuda else _NOT_COUNTED,
             "waits a round": waits_of_rounds(begun, rounds) if on_cuda else _NOT_COUNTED,
             "idle share": idle_share(begun, rounds) if on_cuda else _NOT_COUNTED,
         }
     }
+
+
+def _drafter(bench: Bench, name: str) -> Drafter | None:
+    return parse_draft(f"eagle:{bench.models.eagle('1B')}" if name == _EAGLE else name)
 
 
 def _prompts(bench: Bench, tokenizer: Any) -> torch.Tensor:
@@ -187,10 +216,10 @@ def _prompts(bench: Bench, tokenizer: Any) -> torch.Tensor:
 
 
 def capture_cases(bench: Bench) -> Cases:
-    """Return generations of which later ones should capture nothing: plain, chains, look-ups and trees."""
+    """Return generations of which later ones should capture nothing: plain, chains, look-ups, trees and a head's."""
     exit_ = f"exit:{bench.models.exit_layer('1B', 1 / 3)}"
     drafts: list[tuple[str, Control]] = [(PLAIN, CostAware()), ("int8", CostAware()), ("lookup", CostAware())]
-    drafts.append((exit_, FixedLength(4, nodes=64)))
+    drafts += [(exit_, FixedLength(4, nodes=64)), (_EAGLE, FixedLength(4, nodes=64))]
     return {f"{draft}, {control}": partial(_captured, bench, draft, control) for draft, control in drafts}
 
 
@@ -214,7 +243,7 @@ def _captured(bench: Bench, draft: str, control: Control) -> Rows:
             recorder.record = noted  # type: ignore[method-assign]
             return recorder
 
-    spec = wrap(bare(checkpoint.model), parse_draft(draft), draft_length=control, runtime=Noting())
+    spec = wrap(bare(checkpoint.model), _drafter(bench, draft), draft_length=control, runtime=Noting())
     prompts, rows = _prompts(bench, checkpoint.tokenizer), {}
     for number, length in enumerate((24, 24) if bench.miniature else (64, 256, 64, 256), 1):
         before, began = len(captures), time.perf_counter()
@@ -280,7 +309,7 @@ STAGES = {
     "first": Stage("Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
     "pieces": Stage("Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
     "costs-8B": Stage("c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
-    "waits": Stage("How often a round waits for the device, how long it takes, and its idle share", 3, wait_cases),
+    "waits": Stage("How often a round waits for the device, how long it takes, and its idle share", 4, wait_cases),
     "captures": Stage("How many passes each generation captures, and how long that takes", 2, capture_cases),
     "costs-1B": Stage("c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
 }

@@ -321,14 +321,11 @@ class SharedCache(Cache):
         """Return the tensors that a pass needs to read this cache through a view and write to it.
 
         None where they are not enough: layers have states, ragged rows are aligned on the right, rows have different
-        offsets, keys and values of several rows are on the host, or of one and the device captures nothing, or some
-        layer has read no tokens yet.
+        offsets, keys and values are on the host and the device captures nothing, or some layer has read no tokens yet.
         """
         laid_out = self.rolls_back_by_cursor and (self.cursors.uniform or self.cursors.aligned == "left")
         laid_out = laid_out and self.cursors.shifted_alike
-        # Of several rows, graphs of drafts over keys on the host have given other bits than their modules.
-        alone = len(self.seq_lens) == 1
-        laid_out = laid_out and (self.kept != "host" or (alone and has_graphs(self.cursors.device)))
+        laid_out = laid_out and (self.kept != "host" or has_graphs(self.cursors.device))
         if not laid_out or not all(layer.parts for layer in self._slotted):
             return None
         slots, block = self.cursors.slots(width, first), self.cursors.block(width, first)

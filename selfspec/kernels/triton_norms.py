@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.kernels.trial import Trial
-
-MOST_OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Largest difference from torch's norm that rounding may make, relative to the largest number, by dtype."""
-
-_TRIAL = Trial("RMSNorm")
 # Numbers of a token for each warp of its program, and the most warps.
 _OF_WARP, _MOST_WARPS = 512, 16
 
@@ -69,14 +60,8 @@ def normalize_token(
     tl.store(output + start + inner, normed.to(output.dtype.element_ty), mask=inside)
 
 
-def tried_norm(states: Tensor, weight: Tensor, epsilon: float, *, stock: Callable[[], Tensor]) -> Tensor:
-    """Compute `rms_norm`, or `stock`, the same by torch, if the kernel is not trusted."""
-    kind = (states.device, states.dtype, states.shape[-1])
-    return _TRIAL.run(kind, partial(rms_norm, states, weight, epsilon), stock, MOST_OFF[states.dtype])
-
-
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float, shift: float = 0.0) -> Tensor:
-    """Normalize tokens, `[..., width]` in a dtype of `MOST_OFF`: `(weight + shift) x / sqrt(mean square + epsilon)`."""
+    """Normalize tokens, `[..., width]` in up to 32 bits: `(weight + shift) x / sqrt(mean square + epsilon)`."""
     output = torch.empty_like(states, memory_format=torch.contiguous_format)
     _launched(states, None, None, weight, output, output, (0.0, epsilon), (0.0, shift))
     return output

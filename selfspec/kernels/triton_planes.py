@@ -8,11 +8,16 @@ and escapes stand where they belong before a tile is used: a product is that of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
+
+from selfspec.kernels.triton_products import activated, one_of, place_of
 
 MOST_ROWS = 64
 """Rows up to which a product takes less time than joining its weight does."""
@@ -127,32 +132,28 @@ def _row_of(rows, outputs, output, inside):
 
 
 @triton.jit
-def few_rows_in_planes(
+def _sums(
     states,
     upper,
     lower,
     rows,
     escapes,
-    product,
+    row,
+    output,
     count,
     outputs,
     inputs,
-    blocks,
+    words,
     whole: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_outputs: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Multiply `count` rows, `[count, inputs]`, to `[count, outputs]`; `blocks` are those of a row."""
-    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    output = (tl.program_id(1) * block_outputs + tl.arange(0, block_outputs)).to(tl.int64)
+    """Sum some outputs of some rows, `[rows, outputs]`."""
     inside = output < outputs
-    # So the compiler knows that a word of a plane never stands alone.
-    words = blocks * 8
     base, following, end = _row_of(rows, outputs, output, inside)
     escape, place = _escape(escapes, following, end)
-    dtype: tl.constexpr = tl.float32 if block_rows == 1 else states.dtype.element_ty
-    total = tl.zeros((block_outputs, 2 * block) if block_rows == 1 else (block_rows, block_outputs), tl.float32)
+    one: tl.constexpr = row.shape[0] == 1
+    dtype: tl.constexpr = tl.float32 if one else states.dtype.element_ty
+    total = tl.zeros((output.shape[0], 2 * block) if one else (row.shape[0], output.shape[0]), tl.float32)
     for first in range(0, words, block):
         word = first + tl.arange(0, block)
         tile, following, escape, place = _tile(
@@ -163,15 +164,54 @@ def few_rows_in_planes(
             at = states + row.to(tl.int64)[:, None] * inputs + column[None, :]
             some = tl.load(at, mask=(row < count)[:, None] & (column < inputs)[None, :], other=0.0)
             weights = _numbers(tile[number], dtype)
-            if block_rows == 1:
+            if one:
                 total += some.to(tl.float32) * weights
             else:
                 total = tl.dot(some, tl.trans(weights), total, input_precision="ieee")
-    found = tl.sum(total, 1)[None, :] if block_rows == 1 else total
+    return tl.sum(total, 1)[None, :] if one else total
+
+
+@triton.jit
+def few_rows_in_planes(
+    states,
+    uppers,
+    lowers,
+    rows,
+    escapes,
+    product,
+    count,
+    outputs,
+    every,
+    inputs,
+    blocks,
+    whole: tl.constexpr,
+    gate: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_outputs: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Multiply `count` rows, `[count, inputs]`, to `[count, every]`; `blocks` are those of a row.
+
+    There is one of each part, and of `outputs`, for each weight: they lie side by side in the product, or the first,
+    activated by `gate`, is a factor of the second.
+    """
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    which, output, start = place_of(outputs, tl.program_id(1), block_outputs)
+    output += tl.arange(0, block_outputs)
+    own = one_of(outputs, which)
+    # So the compiler knows that a word of a plane never stands alone.
+    words = blocks * 8
+    upper, lower = one_of(uppers, which), one_of(lowers, which)
+    bases, escape = one_of(rows, which), one_of(escapes, which)
+    found = _sums(states, upper, lower, bases, escape, row, output, count, own, inputs, words, whole, block)
+    if gate is not None:
+        upper, lower, bases, escape = uppers[1], lowers[1], rows[1], escapes[1]
+        gated = activated(found, gate)
+        found = gated * _sums(states, upper, lower, bases, escape, row, output, count, own, inputs, words, whole, block)
     tl.store(
-        product + row[:, None] * outputs + output[None, :],
+        product + row.to(tl.int64)[:, None] * every + start + output[None, :],
         found.to(product.dtype.element_ty),
-        mask=(row < count)[:, None] & inside[None, :],
+        mask=(row < count)[:, None] & (output < own)[None, :],
     )
 
 
@@ -216,22 +256,34 @@ def product_in_planes(
 
     Without `lower` and `escapes` the upper plane is the weight, half a step added.
     """
+    return joint_in_planes(states, [(upper, rows, lower, escapes)])
+
+
+@product_in_planes.register_fake
+def _(states: Tensor, upper: Tensor, *_: Tensor | None) -> Tensor:
+    return states.new_empty(states.shape[0], upper.shape[0])
+
+
+def joint_in_planes(states: Tensor, weights: Sequence[Sequence[Any]], gate: str | None = None) -> Tensor:
+    """Multiply rows, `[rows, in]`, by several weights in planes in one launch: `[rows, sum of outputs]`.
+
+    Weights are the arguments of `product_in_planes`, of all of them the same ones. With a `gate`, as in
+    `triton_products.joint_product`, there are two, and the activated first product is a factor of the second.
+    """
     # The matrix units have no float64 here, and float16 has fewer exponents than the weights.
     given = states.to(states.dtype if states.dtype == torch.bfloat16 else torch.float32).contiguous()
-    outputs, count = upper.shape[0], states.shape[0]
-    product = states.new_empty(count, outputs)
+    uppers, lowers, rows, escapes = zip(*(_parts(*weight) for weight in weights), strict=True)
+    count, outputs = len(states), tuple(len(each) for each in uppers)
+    product = states.new_empty(count, outputs[0] if gate else sum(outputs))
     block_rows, block_outputs, block, warps = (1, 1, 128, 1) if count == 1 else (_ROWS, 32, 16, 4)
+    programs = sum(triton.cdiv(each, block_outputs) for each in (outputs[:1] if gate else outputs))
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(states):
-        few_rows_in_planes[triton.cdiv(count, block_rows), triton.cdiv(outputs, block_outputs)](
-            given,
-            *_parts(upper, rows, lower, escapes),
-            product,
-            count,
-            outputs,
-            states.shape[1],
-            upper.shape[1] // 64,
-            whole=lower is not None,
+        few_rows_in_planes[triton.cdiv(count, block_rows), programs](
+            *(given, uppers, lowers, rows, escapes, product, count, outputs),
+            *(product.shape[1], states.shape[1], uppers[0].shape[1] // 16),
+            whole=lowers[0] is not uppers[0],
+            gate=gate,
             block_rows=block_rows,
             block_outputs=block_outputs,
             block=block,
@@ -240,11 +292,6 @@ def product_in_planes(
             enable_fp_fusion=True,
         )
     return product
-
-
-@product_in_planes.register_fake
-def _(states: Tensor, upper: Tensor, *_: Tensor | None) -> Tensor:
-    return states.new_empty(states.shape[0], upper.shape[0])
 
 
 @custom_op("selfspec::rows_of_planes_by_triton", mutates_args=())
@@ -280,7 +327,9 @@ def _(inputs: int, dtype: torch.dtype, ids: Tensor, *_: Tensor | None) -> Tensor
     return ids.new_empty(len(ids), inputs, dtype=dtype)
 
 
-def _parts(upper: Tensor, rows: Tensor, lower: Tensor | None, escapes: Tensor | None) -> tuple[Tensor, ...]:
+def _parts(
+    upper: Tensor, rows: Tensor, lower: Tensor | None = None, escapes: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Return the arguments of kernels, planes as words; a part that is missing is not read."""
     words = upper.view(torch.int32)
     return words, words if lower is None else lower.view(torch.int32), rows, rows if escapes is None else escapes

@@ -111,7 +111,7 @@ def _scale_and_zero(pair):
 
 
 @triton.jit
-def _place(outputs, program, block: tl.constexpr):
+def place_of(outputs, program, block: tl.constexpr):
     """Return which of several weights a program reads, its first output there, and where its weight's outputs begin."""
     which, first, start = 0, 0, 0
     before, begin = 0, 0
@@ -125,7 +125,7 @@ def _place(outputs, program, block: tl.constexpr):
 
 
 @triton.jit
-def _one(every, which):
+def one_of(every, which):
     """Return one of several numbers or addresses."""
     found = every[0]
     for part in tl.static_range(1, len(every)):
@@ -134,7 +134,7 @@ def _one(every, which):
 
 
 @triton.jit
-def _activated(states, gate: tl.constexpr):
+def activated(states, gate: tl.constexpr):
     """Compute the activation of a gate."""
     if gate == "silu":
         found = states * tl.sigmoid(states)
@@ -294,17 +294,17 @@ def one_row(
     threads: tl.constexpr,
 ):
     """Compute eight outputs of one row; arguments are as in `few_rows`."""
-    which, output, start = _place(outputs, tl.program_id(0), 8)
-    count = _one(outputs, which)
-    factor, level, scale = _one(factors, which), _one(levels, which), _one(scales, which)
+    which, output, start = place_of(outputs, tl.program_id(0), 8)
+    count = one_of(outputs, which)
+    factor, level, scale = one_of(factors, which), one_of(levels, which), one_of(scales, which)
     found = _row_of(states, factor, level, scale, output, count, inputs, units, group, bits, threads)
     if gate is not None:
         factor, level, scale = factors[1], levels[1], scales[1]
-        gated = _activated(found, gate)
+        gated = activated(found, gate)
         found = gated * _row_of(states, factor, level, scale, output, count, inputs, units, group, bits, threads)
     output += tl.arange(0, 8)
     if biases is not None:
-        found += tl.load(_one(biases, which) + output, mask=output < count, other=0.0).to(tl.float32)
+        found += tl.load(one_of(biases, which) + output, mask=output < count, other=0.0).to(tl.float32)
     tl.store(product + start + output, found.to(product.dtype.element_ty), mask=output < count)
 
 
@@ -392,10 +392,10 @@ def few_rows(
     they are words of a scale and the value of level 8, `[outputs, groups]`, each for `group` inputs.
     """
     row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
-    which, output, start = _place(outputs, tl.program_id(0), block_outputs)
+    which, output, start = place_of(outputs, tl.program_id(0), block_outputs)
     output += tl.arange(0, block_outputs)
-    count = _one(outputs, which)
-    factor, level, scale = _one(factors, which), _one(levels, which), _one(scales, which)
+    count = one_of(outputs, which)
+    factor, level, scale = one_of(factors, which), one_of(levels, which), one_of(scales, which)
     total = _tile(
         states,
         factor,
@@ -414,7 +414,7 @@ def few_rows(
     )
     if gate is not None:
         factor, level, scale = factors[1], levels[1], scales[1]
-        gated = _activated(total, gate)
+        gated = activated(total, gate)
         total = gated * _tile(
             states,
             factor,
@@ -434,7 +434,7 @@ def few_rows(
     if biases is not None:
         # Once, in the first part of a sum.
         there = output < tl.where(tl.program_id(2) == 0, count, 0)
-        total += tl.load(_one(biases, which) + output, mask=there, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(one_of(biases, which) + output, mask=there, other=0.0).to(tl.float32)[None, :]
     at = product + tl.program_id(2).to(tl.int64) * rows * every + row.to(tl.int64)[:, None] * every + start
     tl.store(
         at + output[None, :],

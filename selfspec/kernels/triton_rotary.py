@@ -1,6 +1,6 @@
 """Rotate queries and keys to their positions on a CUDA device in one Triton launch, with the bits of torch's ten.
 
-The same launch may normalize their heads first, and write keys and values to the slots of a cache.
+The same launch writes keys and values to the slots of a cache, and may normalize heads of queries and keys first.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that the kernel computes in, each as torch does."""
 
 
 @triton.jit
@@ -61,19 +58,17 @@ def rotate_head(
     half: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Rotate one head of one token, or copy one of values; shapes are those of `rotated` and `rotated_to_cache`.
+    """Rotate one head of one token, or copy one of values; shapes are those of `rotated_to_cache`.
 
-    Keys are written to `slots` of `kept_keys`, or to the places of their tokens; norms may be missing, and values. The
-    first of `turn_strides` is 0 if all rows share cosines and sines; `block` is a power of two, at least `half`.
+    Norms may be missing. The first of `turn_strides` is 0 if all rows share cosines and sines; `block` is a power of
+    two, at least `half`.
     """
     batch = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     head = tl.program_id(1)
     inner = tl.arange(0, block)
     inside = inner < half
-    slot = token
-    if slots is not None:
-        slot = tl.load(slots + batch * slot_strides[0] + token * slot_strides[1])
+    slot = tl.load(slots + batch * slot_strides[0] + token * slot_strides[1])
     if head >= heads + key_heads:
         head -= heads + key_heads
         source = values + batch * value_strides[0] + head * value_strides[1] + token * value_strides[2]
@@ -116,17 +111,6 @@ def rotate_head(
             tl.store(target + inner * kept_key_strides[3], right.to(kept_keys.dtype.element_ty), mask=inside)
 
 
-def rotated(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys to their positions (Su et al., 2021), the halves of a head as its two coordinates.
-
-    They are `[batch, heads, tokens, width]`; cosines and sines, of equal strides, are `[batch or 1, tokens, width]`.
-    All have one dtype of `DTYPES`.
-    """
-    batch, key_heads, tokens, width = keys.shape
-    turned = keys.new_empty(batch, tokens, key_heads, width).transpose(1, 2)
-    return _launched(queries, keys, cosines, sines, turned), turned
-
-
 def rotated_to_cache(
     queries: Tensor,
     keys: Tensor,
@@ -139,37 +123,24 @@ def rotated_to_cache(
     epsilon: float = 0.0,
     shift: float = 0.0,
 ) -> Tensor:
-    """Rotate as `rotated` does, and write keys and values to a cache; return the queries.
+    """Rotate heads to their positions (Su et al., 2021), the halves of a head as its two coordinates.
 
-    Values have the shape of keys; buffers are `[batch, key_heads, slots, width]`, in any dtype; slots are `[tokens]`,
-    or `[batch, tokens]`. Heads of queries and keys are normalized before, as `rms_norm` does, with `norms`, `[width]`.
+    Queries, `[batch, heads, tokens, width]`, are returned; keys, and values, which are not rotated, are written to
+    `slots`, `[tokens]` or `[batch, tokens]`, of buffers, `[batch, key_heads, slots, width]` in any dtype. Cosines and
+    sines, of equal strides, are `[batch or 1, tokens, width]`, in the dtype of the heads. Heads of queries and keys are
+    normalized before, as `rms_norm` does, with `norms`, `[width]`.
     """
-    return _launched(queries, keys, cosines, sines, buffers[0], (values, buffers[1]), slots, norms, epsilon, shift)
-
-
-def _launched(
-    queries: Tensor,
-    keys: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    kept: Tensor,
-    values: tuple[Tensor, Tensor] | None = None,
-    slots: Tensor | None = None,
-    norms: tuple[Tensor, Tensor] | None = None,
-    epsilon: float = 0.0,
-    shift: float = 0.0,
-) -> Tensor:
     (batch, heads, tokens, width), key_heads = queries.shape, keys.shape[1]
     turned = queries.new_empty(batch, tokens, heads, width)
     rows, *turn_strides = cosines.stride()
-    states, kept_values = (keys, kept) if values is None else values
-    at = (0, 0) if slots is None else (0, *slots.stride())[-2:]
+    kept, kept_values = buffers
+    at = (0, *slots.stride())[-2:]
     # Triton launches on the current device, whatever its arguments are on.
     with torch.cuda.device_of(queries):
-        rotate_head[batch * tokens, heads + (key_heads if values is None else 2 * key_heads)](
-            *(queries, keys, states, cosines, sines, turned, kept, kept_values, slots),
+        rotate_head[batch * tokens, heads + 2 * key_heads](
+            *(queries, keys, values, cosines, sines, turned, kept, kept_values, slots),
             *((None, None) if norms is None else norms),
-            *(queries.stride(), keys.stride(), states.stride()),
+            *(queries.stride(), keys.stride(), values.stride()),
             (rows if cosines.shape[0] > 1 else 0, *turn_strides),
             *(kept.stride(), kept_values.stride(), at, tokens, heads, key_heads, epsilon, shift),
             half=width // 2,

@@ -1,4 +1,4 @@
-"""Views of a model that compute few tokens fast: linear layers, attention with grouped queries, norms and rotations.
+"""Views of a model that compute few tokens fast: linear layers, attention with grouped queries and norms.
 
 **Linear layers** run by the kernels of `selfspec.kernels.native` where they run, else with the weight on the left.
 torch computes x W^T for one row at the speed of memory, but two to eight rows take 1.4 to 3 times as long without
@@ -10,7 +10,7 @@ product of hundreds of rows. Processor, rows and width decide, by benchmarks/few
 for all heads of a group, since some GPU kernels want it so: whole copies of the cache in each layer. The CPU's kernel
 reads shared heads in place and gives the same bits; on a CUDA device one in Triton does, up to rounding.
 
-**RMSNorm** runs in one step: as six operations it takes longer than a product. So do **rotary positions**, by Triton.
+**RMSNorm** runs in one step on the CPU: as six operations it takes longer than a product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -35,7 +34,7 @@ from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 from selfspec.kernels.trial import runs_triton
 from selfspec.model.substitutes import experts_over_packed
-from selfspec.model.view import copied, is_streamed, runs_as_written, same_code, view_of, view_running, view_with
+from selfspec.model.view import is_streamed, runs_as_written, same_code, view_of, view_running, view_with
 from selfspec.runtime.noting import is_noted
 
 Pays = Callable[[int, int], bool]
@@ -274,8 +273,6 @@ def _norm_in_one_step(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Modul
     weight = getattr(module, "weight", None)
     if type(weight) is not nn.Parameter or not same_code(type(module).forward, _rms_norm):
         return None
-    if runs_triton(weight.device):
-        return view_running(module, partial(_by_triton, module))
     fits = weight.device.type == "cpu" and weight.dtype in native.IN_FLOAT32
     return view_running(module, partial(_norm_natively, module)) if fits and native.available() else None
 
@@ -288,18 +285,6 @@ def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:
     return native.rms_norm(states, weight, module.variance_epsilon)  # type: ignore[arg-type]
 
 
-def _by_triton(module: nn.Module, states: Tensor) -> Tensor:
-    # Triton is not installed everywhere.
-    from selfspec.kernels.triton_norms import MOST_OFF, tried_norm
-
-    stock, weight = partial(_rms_norm, module, states), module.weight
-    assert isinstance(weight, Tensor)
-    needs_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
-    if needs_gradient or states.dtype not in MOST_OFF or states.dtype != weight.dtype or states.numel() == 0:
-        return stock()
-    return tried_norm(states, weight, float(module.variance_epsilon), stock=stock)  # type: ignore[arg-type]
-
-
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     """Compute RMSNorm (Zhang and Sennrich, 2019) as the modules of `transformers` do, most of them to the letter."""
     input_dtype = hidden_states.dtype
@@ -307,71 +292,3 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
     return self.weight * hidden_states.to(input_dtype)  # type: ignore[no-any-return]
-
-
-_ROTATE, _HALF = "apply_rotary_pos_emb", "rotate_half"
-
-
-def for_rotary(module: nn.Module) -> nn.Module:
-    """Make a view of a model, or a part of one, whose attentions rotate queries and keys in one step; else itself."""
-    devices = {weight.device for weight in module.parameters()}
-    return view_of(module, _rotate_in_one_step) if any(map(runs_triton, devices)) else module
-
-
-def _rotate_in_one_step(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module | None:
-    forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, FunctionType) or others or not _turns_halves(forward):
-        return None
-    weight = next(module.parameters(), None)
-    if weight is None or not runs_triton(weight.device):
-        return None
-    names = {**forward.__globals__, _ROTATE: partial(_rotated, forward.__globals__[_ROTATE])}
-    written = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    written.__kwdefaults__ = forward.__kwdefaults__
-    view = copied(module)
-    # Bound, so that a view of this one binds it to itself.
-    view.__dict__["forward"] = MethodType(written, view)
-    return view
-
-
-def _turns_halves(forward: FunctionType) -> bool:
-    """Return whether the code of an attention rotates queries and keys as `_apply_rotary_pos_emb` does."""
-    if _ROTATE not in forward.__code__.co_names:
-        return False
-    rotate, half = (forward.__globals__.get(name) for name in (_ROTATE, _HALF))
-    return same_code(rotate, _apply_rotary_pos_emb) and same_code(half, rotate_half)
-
-
-def _rotated(stock: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-    tensors = q, k, cos, sin
-    usual = unsqueeze_dim == 1 and q.dim() == k.dim() == 4 and cos.dim() == 3 and _fit(*tensors)
-    alike = len({each.dtype for each in tensors}) == 1 and not any(each.requires_grad for each in tensors)
-    if not usual or not alike or not runs_triton(q.device) or q.numel() == 0:
-        return stock(q, k, cos, sin, unsqueeze_dim)
-    from selfspec.kernels.triton_rotary import DTYPES, rotated
-
-    return rotated(q, k, cos, sin) if q.dtype in DTYPES else stock(q, k, cos, sin, unsqueeze_dim)
-
-
-def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether the kernel reads these shapes and layouts: cosines and sines must have the same layout."""
-    rows, _, tokens, width = q.shape
-    turns = cos.shape[0] in (1, rows) and cos.shape[1:] == (tokens, width) and width % 2 == 0
-    same = cos.shape == sin.shape and cos.stride() == sin.stride()
-    return turns and same and (k.shape[0], *k.shape[2:]) == (rows, tokens, width)
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    """Exchange the halves of a head, one with its sign changed, as the modules of `transformers` compute it."""
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-
-
-def _apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """Compute rotary positions (Su et al., 2021) as the modules of `transformers` do, most of them to the letter."""
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed

@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from selfspec.kernels.triton_attention import MOST_TOKENS, block_attention
 from selfspec.kernels.triton_norms import added_norm, rms_norm
+from selfspec.kernels.triton_planes import joint_in_planes
 from selfspec.kernels.triton_products import joint_product
-from selfspec.kernels.triton_rotary import rotated, rotated_to_cache
+from selfspec.kernels.triton_rotary import rotated_to_cache
 from selfspec.runtime import noting
 from selfspec.runtime.noting import Noted, aten, is_call, mask_tensors, noted_pass
 from selfspec.runtime.pass_function import PassFunction
@@ -89,15 +90,20 @@ class _Product:
     node: Node  # gives [rows, outputs]
     states: Node  # [rows, inputs]
     weight: Node
-    held: tuple[Node, ...] = ()  # factors and scales of a weight in few bits
+    held: tuple[Node, ...] = ()  # factors and scales of a weight in few bits, other parts of one in planes
     bias: Node | None = None
+
+    @property
+    def in_planes(self) -> bool:
+        return is_call(self.node, torch.ops.selfspec.few_rows_in_planes_by_triton.default)
 
     @property
     def kind(self) -> object:
         """Says what products in one launch have in common: the same states among others."""
-        states, layouts = self.states, [each.meta["val"] for each in (self.weight, *self.held)]
+        states, alike = self.states, (self.weight,) if self.in_planes else (self.weight, *self.held)
         source = states.args[0] if is_call(states, aten.view.default) else states
-        return source, states.meta["val"].shape, *((each.dtype, each.shape[1:]) for each in layouts), self.bias is None
+        layouts = [(each.meta["val"].dtype, each.meta["val"].shape[1:]) for each in alike]
+        return source, states.meta["val"].shape, *layouts, len(self.held), self.bias is None
 
     @classmethod
     def of(cls, node: Any) -> _Product | None:
@@ -105,6 +111,9 @@ class _Product:
         if is_call(node, torch.ops.selfspec.few_rows_by_triton.default):
             states, factors, levels, scales = node.args
             return cls(node, states, levels, (factors, scales))
+        if is_call(node, torch.ops.selfspec.few_rows_in_planes_by_triton.default):
+            states, upper, *held = node.args
+            return cls(node, states, upper, tuple(held))
         if (not is_call(node, aten.mm.default) and not is_call(node, aten.addmm.default)) or node.kwargs:
             return None
         *bias, states, turned = node.args
@@ -119,9 +128,12 @@ class _Product:
 
 
 def _multiply(graph: Graph, before: Node, products: list[_Product], gate: str | None = None) -> Any:
+    states = products[0].states
+    if products[0].in_planes:
+        return _put(graph, before, joint_in_planes, (states, [(each.weight, *each.held) for each in products], gate))
     weights, biases = [each.weight for each in products], [each.bias for each in products if each.bias is not None]
     factors, scales = ([each.held[part] for each in products if each.held] for part in range(2))
-    return _put(graph, before, joint_product, (products[0].states, weights, factors, scales, biases, gate))
+    return _put(graph, before, joint_product, (states, weights, factors, scales, biases, gate))
 
 
 def _gate(graph: Graph) -> None:
@@ -244,10 +256,6 @@ def _rotated_to_cache(
     queries: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor, *others: Any
 ) -> Tensor:
     return rotated_to_cache(queries, keys, values, *_turns(cosines, sines), *others)
-
-
-def _rotated(queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    return rotated(queries, keys, *_turns(cosines, sines))
 
 
 def _turns(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:

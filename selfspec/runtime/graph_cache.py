@@ -84,12 +84,16 @@ class _Repeated:
 
 
 class GraphCache:
-    """Holds the programs that `runtime` makes for one wrapper; several threads may run passes with it at once."""
+    """Holds the programs that `runtime` makes for one wrapper; several threads may run passes with it at once.
+
+    `refused` says why the stock modules run all passes of the model that was met last; None: programs may.
+    """
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float] = time.perf_counter) -> None:
         self.runtime = runtime
         self._clock = clock
         self._current: BoundPrograms | None = None
+        self.refused: str | None = None
 
     def __reduce__(self) -> tuple[type[GraphCache], tuple[Runtime]]:
         # A copy makes its own programs, since programs belong to the weights in this memory.
@@ -131,10 +135,14 @@ class GraphCache:
             self._current = current = None
             # Other runtimes would run code of quantisers on tensors without values, which it may keep.
             further = QUANTISERS if self.runtime.captures else ()
-            if why_not(model, further) is None:
+            self.refused = why_not(model, further)
+            if self.refused is None:
                 self._current = current = BoundPrograms(self.runtime, self._clock, ModelState(model, further))
-        # Foreign hooks may act differently on each call, but a recording would repeat their first action.
-        return None if current is None or current.state.others else current
+        if current is not None and current.state.others:
+            # Foreign hooks may act differently on each call, but a recording would repeat their first action.
+            self.refused = f"it runs {current.state.others[0]}, which may act differently next time"
+            return None
+        return current
 
 
 class BoundPrograms:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.process import ProcessLock
-from selfspec.runtime.few_rows import for_few_rows, for_grouped_queries, for_norms, for_rotary
+from selfspec.runtime.few_rows import for_few_rows, for_grouped_queries, for_norms
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import Chain, Draws, Races
 
@@ -119,7 +119,7 @@ class Eager(Runtime):
 
 def with_kernels(module: _Module) -> _Module:
     """Make a view of a model, or of a part of one, that gives the same in less time."""
-    return cast(_Module, for_rotary(for_norms(for_few_rows(for_grouped_queries(module)))))
+    return cast(_Module, for_norms(for_few_rows(for_grouped_queries(module))))
 
 
 def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import published_heads, tiny
 from helpers.accelerator.device import Accelerator, Counts, present
-from helpers.captures import ticking, wrapped
+from helpers.captures import ticking
 from helpers.joints import PAIR, THREE, Warp, brief_joint, holm_rejects, network, p_value
 from helpers.serving import assert_joining_rows_are_stock, small
 from selfspec.decode.generation import Limits
@@ -101,14 +101,29 @@ def assert_one_wait(spec: selfspec.SelfSpeculative, accelerator: Accelerator, id
             assert torch.equal(generation.output().sequences, expected)
 
 
-def captured(model: PreTrainedModel, name: str, ids: Tensor, limits: Limits | None = None) -> GraphCache:
-    """Check greedy text of passes that are captured, and give their programs."""
-    runtime = selfspec.runtime.CudaGraphs(after=0, bucket=32)
-    spec = wrapped(model, runtime, parse_draft(name))
-    spec.limits = limits
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **GREEDY)
-    for _ in range(2):
-        assert torch.equal(spec.generate(ids, max_new_tokens=NEW, **GREEDY).sequences, expected)
+def captured(
+    model: PreTrainedModel,
+    name: str,
+    ids: Tensor,
+    limits: Limits | None = None,
+    length: int | selfspec.FixedLength = 3,
+    options: dict[str, Any] = GREEDY,
+) -> GraphCache:
+    """Check text of passes that are captured, and that later ones all are; give their programs."""
+    runtimes = selfspec.runtime.CudaGraphs(after=0, bucket=64), selfspec.runtime.Eager()
+    spec, eager = (selfspec.wrap(model, parse_draft(name), draft_length=length, runtime=each) for each in runtimes)
+    spec.limits = eager.limits = limits
+    spec.programs = GraphCache(spec.runtime, ticking())
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **options}
+    if options["do_sample"] or (limits is not None and limits.cache == "int8"):
+        expected = eager.generate(ids, **options).sequences
+    else:
+        expected = model.generate(ids, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        for more in range(4):
+            if more == 3:
+                patch.setattr(RecordedRunner, "_run_stock", lambda *_: pytest.fail("modules ran a pass"))
+            assert torch.equal(spec.generate(ids, **options).sequences, expected)
     assert not spec.programs.refusals
     return spec.programs
 
@@ -175,9 +190,22 @@ def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_p
     assert_one_wait(spec, accelerator, ids)
 
 
-@pytest.mark.parametrize("name", ["none", "exit:1", "int8"])
-def test_passes_are_captured_and_give_the_models_own_text(accelerator: Accelerator, name: str) -> None:
-    assert captured(model_on(accelerator), name, prompts(accelerator, 1)).proved
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("none", {}),
+        ("exit:1", {}),
+        ("int8", {}),
+        ("exit:1", {"length": selfspec.FixedLength(3, nodes=7)}),
+        ("int8", {"options": SAMPLED}),
+        ("lookup", {"limits": Limits(256, 64, "int8")}),
+    ],
+    ids=["plain", "exit", "8 bits", "tree", "sampled", "cache in 8 bits"],
+)
+def test_all_passes_are_captured_and_give_the_text_of_the_modules(
+    accelerator: Accelerator, name: str, options: dict[str, Any]
+) -> None:
+    assert captured(model_on(accelerator), name, prompts(accelerator, 1), **options).proved
 
 
 # The most operations of a sampled round outside of graphs. A draft of seven tokens by single launches took 336.
@@ -218,8 +246,7 @@ def test_keys_on_the_host_are_waited_for_by_nobody_and_read_by_captured_passes(
     spec.limits = limits
     # Where a row has ended, another moves to its place.
     assert_one_wait(spec, accelerator, ids, most=rows)
-    if rows == 1:
-        assert all(kind.kept == "host" for kind in captured(model, name, ids, limits).proved)
+    assert all(kind.kept == "host" for kind in captured(model, name, ids, limits).proved)
 
 
 class Copies(DeviceCopies):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import pytest
 import torch
 from device.kit import CANNOT, FAILED, Bench, Rows, Stage, main
 from device.models import SHAPES, Models
-from device.stages import STAGES, first_cases, waits_of_rounds
+from device.stages import STAGES, first_cases, host_milliseconds, waits_of_rounds
 from transformers import LlamaConfig, LlamaForCausalLM
 from widen import Size, padding_chance, stretch, widened, widened_config
 
 from helpers.captures import StandIn
+from selfspec.device import HostCopy
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import trial
 from selfspec.measure.embedded import checkpoint_folder
@@ -258,6 +260,20 @@ def test_waits_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: Any = Waiting
     assert waits_of_rounds(begun, 3) == Estimate.of_median([2.0, 3.0, 4.0])
     assert modes == ["default", *["warn", "default"] * 3]
+
+
+def test_of_a_round_the_host_does_what_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()
+    monkeypatch.setattr("device.stages.time.perf_counter", lambda: next(clock) / 1000)
+
+    def rounds() -> Iterator[None]:
+        while True:
+            HostCopy(torch.zeros(1)).read()
+            yield
+
+    begun: Any = rounds
+    # Between its four looks at the clock three thousandths pass, and one of them in a wait.
+    assert host_milliseconds(begun, 3).value == pytest.approx(2.0)
 
 
 # Norms of a llama are computed in float32.

@@ -289,6 +289,8 @@ def test_models_of_known_quantisers_are_captured_alone(
     assert_stock(spec, tiny.prompt(PROMPT), NEW)
     assert bool(spec.programs.proved) is is_captured
     assert not spec.programs.refusals
+    name = f"model.layers.0.mlp.down_proj is a {package}.layers.Linear, which may act differently next time"
+    assert spec.programs.refused == (None if is_captured else name)
 
 
 def test_a_model_elsewhere_is_refused_by_name(llama: PreTrainedModel) -> None:

@@ -21,7 +21,6 @@ from helpers.reference import Bench
 from helpers.snapshot import Snapshot
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
-from selfspec.runtime import few_rows
 from selfspec.runtime.few_rows import for_few_rows, for_grouped_queries, for_norms
 
 
@@ -217,8 +216,8 @@ def test_grouped_queries_give_the_same_bits(architecture: str, dtype: torch.dtyp
 def test_without_groups_or_on_another_kernel_it_is_the_model_itself(llama: PreTrainedModel) -> None:
     for model in (tiny.gpt2(), tiny.llama(attention="eager"), tiny.llama(num_key_value_heads=4)):
         assert for_grouped_queries(model) is model
-    # Neither native kernels nor a CUDA device.
-    assert for_norms(llama) is few_rows.for_rotary(llama) is llama
+    # There are no native kernels.
+    assert for_norms(llama) is llama
 
 
 def test_what_replaces_a_forward_is_left_alone(llama: PreTrainedModel) -> None:
@@ -248,25 +247,3 @@ def test_nothing_of_the_cache_is_copied() -> None:
     with Operations(note):
         bench.logits(bench.full)
     assert max(copied, default=0) < whole
-
-
-Q, K, TURN = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8)
-OTHERWISE = {
-    "sines laid out in another way": (Q, K, TURN, TURN.transpose(1, 2).contiguous().transpose(1, 2)),
-    "sines of one row": (Q, K, TURN, TURN[:1]),
-    "one token for all": (Q, K, TURN[:, :1], TURN[:, :1]),
-    "part of a head": (Q, K, TURN[..., :4], TURN[..., :4]),
-    "keys of other tokens": (Q, K[:, :, :2], TURN, TURN),
-    "an odd width": (Q[..., :7], K[..., :7], TURN[..., :7], TURN[..., :7]),
-    "another dtype": (Q, K, TURN.double(), TURN.double()),
-    "gradients": (Q.clone().requires_grad_(), K, TURN, TURN),
-}
-
-
-@pytest.mark.parametrize("given", OTHERWISE.values(), ids=OTHERWISE)
-def test_other_layouts_are_left_to_torch(given: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "runs_triton", lambda _: True)
-    stock = mock.Mock(return_value="torch's")
-    q, k, cosines, sines = given
-    assert few_rows._rotated(stock, q, k, cosines, sines) == "torch's"
-    stock.assert_called_once()

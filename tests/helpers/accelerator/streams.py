@@ -106,7 +106,7 @@ class Stream:
         self.reach(host_waits=True)
 
     def wait_event(self, event: Event) -> None:
-        event.reach(host_waits=False)
+        self._follow(event.before)
 
     def record_event(self) -> Event:
         event = Event(self._device)
@@ -114,24 +114,30 @@ class Stream:
         return event
 
     def wait_stream(self, stream: Stream) -> None:
-        stream.reach(host_waits=False)
+        self._follow(stream.mark())
+
+    def _follow(self, copies: list[Late]) -> None:
+        """Come after copies of another stream: the host does not see them yet, but what follows here does."""
+        _run(copies, host_waits=False)
+        left = [each for each in copies if not each.done and each not in self._late]
+        self._late = [*left, *self._late]
 
 
 class Event:
     def __init__(self, device: Accelerator) -> None:
         self._device = device
-        self._before: list[Late] = []
+        self.before: list[Late] = []
         self._stream: Stream | None = None
         self._waited = 0
         self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._stream = stream or self._device.streams.current
-        self._before, self._waited = self._stream.mark(), self._stream.waited
+        self.before, self._waited = self._stream.mark(), self._stream.waited
         self._time = time.perf_counter()
 
     def reach(self, host_waits: bool) -> None:
-        _run(self._before, host_waits)
+        _run(self.before, host_waits)
 
     def synchronize(self) -> None:
         """Wait for what was asked for before it; nobody waits for what somebody has waited for already."""
