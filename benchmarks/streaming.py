@@ -3,7 +3,7 @@
     python benchmarks/widen.py MODEL --size 1.3B --to WIDE
     python benchmarks/streaming.py WIDE --memory 2GiB 3.5GiB --texts 'heldout.jsonl#kind=code' --threads 2
 
-A checkpoint in bfloat16 has arms in planes, too; packing it is not timed, and `TMPDIR` must be on the same disk.
+A checkpoint in bfloat16 has arms in planes, too; they are packed once, to a folder beside it.
 
 Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
@@ -17,6 +17,8 @@ import argparse
 import hashlib
 import json
 import math
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ import torch
 from harness import HERE, RESULTS, equal_tokens, prompts_of
 from rich.progress import track
 
+import selfspec
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.model.checkpoint import load_tokenizer
@@ -69,8 +72,11 @@ def main() -> None:
     # Model and texts count by what they hold, wherever they lie.
     under = {name: getattr(options, name) for name in ("context", "max_new_tokens", "plain_tokens", "threads")}
     under |= {"prompt": digest_of(prompt), "weights": [*map(_digest, sorted(options.model.glob("*.safetensors")))]}
-    wanted = [*product(options.memory, options.temperatures, range(options.repeats), options.arms)]
-    for memory, temperature, turn, arm in track(wanted, "calls", transient=True):
+    places = range(len(options.arms))
+    wanted = [*product(options.memory, options.temperatures, range(options.repeats), places)]
+    for memory, temperature, turn, place in track(wanted, "calls", transient=True):
+        # Disks are quicker after a rest: each arm begins a turn in its turn.
+        arm = options.arms[(turn + place) % len(places)]
         how = {"memory": memory, "temperature": temperature, "turn": turn, "arm": arm}
         run = Run("streamed", {**under, **how}, {"model": options.model.name})
         if run in runs:
@@ -92,8 +98,15 @@ def _digest(file: Path) -> str:
 def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Row:
     """Decode once in another process; return what it says, and the most memory that it had."""
     tokens = options.max_new_tokens if arm in ("drafts", "planes") else options.plain_tokens
+    folder = options.model
+    if arm.startswith("planes"):
+        folder = options.model.with_name(options.model.name + "-planes")
+        if not folder.exists():
+            selfspec.pack(options.model, to=folder)
+            # What is still being written would be read more slowly.
+            os.sync()
     numbers = (temperature, tokens, options.threads, options.context + options.max_new_tokens)
-    command = [sys.executable, HERE / "streaming_worker.py", arm, options.model, memory, *numbers]
+    command = [sys.executable, HERE / "streaming_worker.py", arm, folder, memory, *numbers]
     pipe = subprocess.PIPE
     process = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True)
     assert process.stdin is not None
@@ -164,11 +177,12 @@ def _table(calls: dict[str, list[Row]], memory: str, greedy: bool) -> Iterator[s
         cells = [ARMS[arm], Estimate.of_median(speeds[arm]).shown(2)]
         cells += [Estimate.of_median([one / base for one, base in pairs]).shown(2) for pairs in ratios]
         cells += ["" if moved is None else shown_bytes(moved), shown_bytes(max(call["bytes"] for call in made))]
+        cells.append(f"{shown_bytes(statistics.median(call['bytes'] / call['seconds'] for call in made))}/s")
         cells.append(f"{shown_bytes(peak)}, {peak / parse_bytes('memory', memory):.0%} of the budget")
         cells += [str(min(equal_tokens(call["text"], text) for call in made))] * greedy
         rows.append(cells)
     against = [f"against {arm}" for arm in others]
-    heads = ["", "tokens/s", *against, "fetched a pass", "read a token", "peak", *["equal"] * greedy]
+    heads = ["", "tokens/s", *against, "fetched a pass", "read a token", "disk", "peak", *["equal"] * greedy]
     yield markdown_table(heads, rows)
 
 

@@ -65,9 +65,8 @@ def main() -> None:
             plan = plan_checkpoint(folder, memory, None, False, context, FromDisk()).plan
             text = _accelerate(folder, plan.resident, prompt, clock, options)
         else:
-            weights = "planes" if arm.startswith("planes") else None
             drafts = arm in ("drafts", "planes")
-            spec = selfspec.load(folder, memory, weights=weights, device="cpu", draft=drafts, context=context)
+            spec = selfspec.load(folder, memory, device="cpu", draft=drafts, context=context)
             placement = placement_of(spec.model)
             assert placement is not None
             plan, text, stream = placement.plan, [], placement.stream

@@ -165,8 +165,8 @@ def load(
         device: the device that computes: "cpu", "cuda", "cuda:1"; None is a CUDA GPU if there is one, else the CPU.
         dtype: torch.float64, float32, bfloat16 or float16 for the weights, or its name; None is the checkpoint's own.
         draft: a drafter or its name, as in `wrap`, where within a budget fewer bits apply to streamed layers alone;
-            True is look-ups and copies in the bits with the best predicted speed, if anything is streamed; False is
-            plain decoding, without copies.
+            True is look-ups and copies in the bits with the best predicted speed, if anything is streamed, or look-ups
+            and recycled candidates where copies have no room; False is plain decoding, without copies.
         context: the most tokens that the cache holds, for all rows together, beyond which contexts are refused; None is
             4,096, or 2,048, 1,024 or 512 where the budget has no room for more.
         cache: how keys and values are kept: "exact" on the device, "host" exactly in the host's memory, for a GPU, or

@@ -9,12 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from selfspec.arguments import shown
 from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy
 from selfspec.draft.draft import Budget, Draft, Verdict
-from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer, drafter
+from selfspec.draft.drafter import Drafter, DraftMemory, FreeProposer, OwnBytes, drafter
 from selfspec.draft.prompt_lookup import NONE
 from selfspec.draft.rows_view import RowsView, guesses, remembered
 from selfspec.draft.tree_growth import RankChances, best_shape
@@ -59,6 +60,9 @@ class Recycling(Drafter):
             given = getattr(self, name)
             if type(given) is not int or not least <= given <= most:
                 raise DraftConfigError(f"{name} must be an integer from {least} to {most}, got {shown(given)}")
+
+    def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
+        return OwnBytes(self.most_bytes)
 
     def begin(self, rows: RowsView) -> RecyclingProposer:
         made = partial(RecyclingMemory, self.candidates, self.longest, self.most_bytes)

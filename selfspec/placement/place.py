@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from selfspec.arguments import shown
 from selfspec.cache.shared_layer import CACHE_KINDS, CacheKind
-from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup
+from selfspec.draft import Cascade, Drafter, LowPrecision, PromptLookup, Recycling
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.formats.format import Format, copies, formats
 from selfspec.kernels.large_pages import LargePages
@@ -63,10 +63,16 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     return made.model
 
 
+WITHOUT_COPIES = Cascade(PromptLookup(), Recycling())
+"""What drafts by default where no context leaves room for copies: a wide pass takes no longer than one over a token."""
+
+
 def default_draft(plan: Plan) -> Drafter | None:
-    """Return the default draft: look-ups, and rounded copies of streamed layers; None if there are no such copies."""
-    if plan.format is None or not plan.streamed:
+    """Return the default draft: look-ups, and rounded copies of streamed layers if there are any; None: all stay."""
+    if not plan.streamed:
         return None
+    if plan.format is None:
+        return WITHOUT_COPIES
     return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
 
 
@@ -166,21 +172,25 @@ def plan_checkpoint(
     inside = drafts_inside(weights)
     if beside is not None and beside not in {**inside, **copies()}:
         raise DraftConfigError(f"{beside} reads a part of packed weights: load with weights='planes', too")
-    named_formats = [*inside, *copies()] if draft is True else [] if beside is None else [beside]
+    named_formats = [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
     surveyed = survey(path, named_dtype, contexts[0], source, weights)
-    if isinstance(draft, Drafter):
-        surveyed = replace(surveyed, own=draft.own_bytes(surveyed.skeleton.model))
     bandwidth = surveyed.bandwidth()
+    without = WITHOUT_COPIES if draft is True else draft
+    own = without.own_bytes(surveyed.skeleton.model) if isinstance(without, Drafter) else surveyed.own
+    ways = [(replace(surveyed, own=own), named_formats)]
+    if draft is True:
+        ways = [(surveyed, [*inside, *copies()]), *ways]
 
     # Keys and values on the host are exact as well, but slower.
     kinds: list[CacheKind] = ["exact", "host"] if cache is None and surveyed.may_keep("host") else [cache or "exact"]
 
-    def planned(size: int, kept: CacheKind) -> PlannedCheckpoint:
-        keeping = surveyed.keeping(kept, size)
-        return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, named_formats, beside))
+    def planned(way: tuple[Survey, Sequence[str]], size: int, kept: CacheKind) -> PlannedCheckpoint:
+        known, formats = way
+        keeping = known.keeping(kept, size)
+        return PlannedCheckpoint(keeping, plan_memory(keeping.memory, budget, bandwidth, formats, beside))
 
-    *others, last = product(contexts, kinds)
+    *others, last = product(ways, contexts, kinds)
     for choice in others:
         with suppress(UnsupportedOptionError):
             found = planned(*choice)

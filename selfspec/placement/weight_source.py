@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import Any
 
@@ -101,8 +101,8 @@ class FromDisk(WeightSource):
         return Bandwidth(memory, sum(weight.nbytes for weight in probed) / seconds)
 
     def slots(self, weights: Sequence[StoredTensor], dtype: torch.dtype, files: WeightFiles) -> list[Slot]:
-        # One thread: sequential reads reach the speed of the disk, and two reads never write to the same memory.
-        reader = ThreadPoolExecutor(1, "selfspec-weights")
+        # Two threads: while one waits for the interpreter, which computing holds, the other keeps the disk reading.
+        reader = ThreadPoolExecutor(2, "selfspec-weights")
         return [_DiskSlot(weights, dtype, files, reader) for _ in range(SLOTS)]
 
 
@@ -186,14 +186,19 @@ class _DiskSlot(Slot):
     ) -> None:
         self._weights, self._dtype, self._files, self._reader = weights, dtype, files, reader
         self._buffer = ReadBuffer(max(weight.nbytes for weight in weights))
-        self._read: Future[Tensor] = Future()
+        self._read: Future[Tensor] | None = None
 
     def fetch(self, number: int) -> None:
-        # The read before is no longer needed.
-        self._read.cancel()
-        self._read = self._reader.submit(self._buffer.read, self._files, self._weights[number])
+        self._read = self._reader.submit(self._after, self._read, self._weights[number])
+
+    def _after(self, before: Future[Tensor] | None, weight: StoredTensor) -> Tensor:
+        # The read before is no longer needed, but may still write to the same memory.
+        if before is not None and not before.cancel():
+            wait([before])
+        return self._buffer.read(self._files, weight)
 
     def arrived(self) -> Tensor:
+        assert self._read is not None
         read = self._read.result()
         return read.to(dtype_in_memory(read.dtype, self._dtype))
 
