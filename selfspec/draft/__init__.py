@@ -9,6 +9,7 @@ from selfspec.draft.heads.eagle import Eagle
 from selfspec.draft.heads.hydra import Hydra
 from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
+from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.layer_skip import LayerSkip
 from selfspec.draft.less_of_cache import CacheWindow, TopOfCache
 from selfspec.draft.low_precision import LowPrecision
@@ -38,6 +39,7 @@ __all__ = [
     "Predicted",
     "PromptLookup",
     "Proposer",
+    "QueriesAssistant",
     "Recycling",
     "ReducedVocabulary",
     "Resume",

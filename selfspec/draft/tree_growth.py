@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -128,6 +128,36 @@ class FeatureProposer(GrowingProposer):
             return rows.no_draft()
         tree = self.tree(rows, budget)
         return grow(rows, tree, self.reader(rows, tree))
+
+
+class KeepingProposer(FeatureProposer):
+    """Grows drafts from a tensor kept of each row: by default the target's state before the last token."""
+
+    row_states: list[Tensor | None]
+
+    def __init__(self, rows: int, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.row_states = [None] * rows
+        self._weights = sum(weight.nbytes for module in modules for weight in module.parameters())
+
+    @property
+    def nbytes(self) -> int:
+        return self._weights + self.row_bytes
+
+    def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
+        states = features.get("normed")
+        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
+            if chosen and states is not None:
+                self.row_states[row] = states[number, chosen[-1]].clone()
+
+    def known(self, rows: RowsView) -> Sequence[bool]:
+        return [self.row_states[row] is not None for row in rows.running]
+
+    def stacked(self, rows: RowsView) -> Tensor:
+        """Return the kept tensors of the running rows, `[rows, ...]`; zeros for rows without one."""
+        some = next(kept for kept in self.row_states if kept is not None)
+        kept = (self.row_states[row] for row in rows.running)
+        return torch.stack([torch.zeros_like(some) if each is None else each for each in kept])
 
 
 def committed_places(rows: RowsView, verdict: Verdict) -> list[Sequence[int]]:

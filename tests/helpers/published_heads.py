@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    Gemma4AssistantConfig,
+    Gemma4TextConfig,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -335,6 +337,40 @@ def hydra(folder: Path, model: PreTrainedModel, heads: int = 3, blocks: int = 2,
     write(folder, config, {})
     (folder / "model.safetensors").unlink()
     torch.save(weights_of(shapes), folder / "hydra_lm_head.pt")
+    return str(folder)
+
+
+def queries(folder: Path, model: PreTrainedModel, groups: bool = False, **options: Any) -> str:
+    """Write an assistant with random weights for a tiny Gemma 4."""
+    own = model.config.get_text_config().to_dict()
+    text = {
+        **own,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "per_layer_config": {"1": own["per_layer_config"]["3"]},
+        "use_double_wide_mlp": False,
+        **options,
+    }
+    config = Gemma4AssistantConfig(
+        text_config=Gemma4TextConfig(**text),
+        backbone_hidden_size=own["hidden_size"],
+        use_ordered_embeddings=groups,
+        num_centroids=10,
+        centroid_intermediate_top_k=3,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        assistant = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        for weight in assistant.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+        if groups:
+            assistant.masked_embedding.token_ordering.copy_(torch.randperm(own["vocab_size"]))
+    assistant.save_pretrained(folder)
     return str(folder)
 
 

@@ -95,10 +95,18 @@ def _mixtral(folder: Path, vocabulary: int) -> PreTrainedModel:
     return shrunken("mixtral", vocab_size=vocabulary).double()
 
 
+def _gemma4(folder: Path, vocabulary: int) -> PreTrainedModel:
+    return shrunken("gemma4_text", vocab_size=vocabulary, vocab_size_per_layer_input=vocabulary)
+
+
 def _in_planes(folder: Path, vocabulary: int) -> PreTrainedModel:
     model = tiny.llama(vocab_size=vocabulary).bfloat16().double()
     pack_weights(model, Planes())
     return model
+
+
+def _queries(model: PreTrainedModel, folder: Path) -> str:
+    return f"queries:{published_heads.queries(folder, model)}"
 
 
 _LOW: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
@@ -129,5 +137,6 @@ EXAMPLES: dict[str, Example] = {
     "dflash": Example(_published("dflash")),
     "mtp": _mtp(1),
     "mtp of two": _mtp(2),
+    "queries": Example(_queries, _gemma4),
 }
 """By what is tested: each name that is registered is in one of these."""

@@ -25,9 +25,9 @@ from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
 
 _CONFIG = "config.json"
-_KINDS = ("eagle", "dflash", "medusa", "hydra")
+_KINDS = ("eagle", "dflash", "medusa", "hydra", "queries")
 _FIELDS = {
-    "backbone_hidden_size": "assistant",
+    "backbone_hidden_size": "queries",
     "dflash_config": "dflash",
     "medusa_num_heads": "medusa",
     "hydra_num_heads": "hydra",

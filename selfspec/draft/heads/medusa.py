@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -18,8 +17,8 @@ from selfspec.draft.drafter import drafter
 from selfspec.draft.heads.folder import FromFolder, linear_layers
 from selfspec.draft.heads.head import check_for_head
 from selfspec.draft.rows_view import RowsView, made_once
-from selfspec.draft.tree_growth import FeatureProposer, Read, of_levels
-from selfspec.model.gated_view import Features, Point
+from selfspec.draft.tree_growth import KeepingProposer, Read, of_levels
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.sizes import bytes_read
 from selfspec.runtime.runtime import with_kernels
@@ -70,40 +69,18 @@ class Medusa(FromFolder):
         return linear_layers(weights, self.weight_format)
 
 
-class MedusaProposer(FeatureProposer):
-    """Grows drafts with Medusa heads, one for each level, each of so many residual `blocks`.
-
-    Of each row it keeps the target's state before the last token.
-    """
-
-    row_states: list[Tensor | None]
+class MedusaProposer(KeepingProposer):
+    """Grows drafts with Medusa heads, one for each level, each of so many residual `blocks`, from the last state."""
 
     def __init__(self, rows: int, layers: nn.Module, blocks: Sequence[int]) -> None:
-        super().__init__()
         self._layers, self._blocks = with_kernels(layers), blocks
-        self.row_states = [None] * rows
-
-    @property
-    def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self._layers.parameters())
-
-    def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
-        states = features.get("normed")
-        for number, (row, chosen) in enumerate(zip(rows.running, places, strict=True)):
-            if chosen and states is not None:
-                self.row_states[row] = states[number, chosen[-1]].clone()
-
-    def known(self, rows: RowsView) -> Sequence[bool]:
-        return [self.row_states[row] is not None for row in rows.running]
+        super().__init__(rows, [self._layers])
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         return super().propose(rows, budget.within(len(self._blocks)))
 
     def reader(self, rows: RowsView, tree: Tree) -> Read:
-        some = next(state for state in self.row_states if state is not None)
-        states = (self.row_states[row] for row in rows.running)
-        last = torch.stack([torch.zeros_like(some) if state is None else state for state in states])
-        return of_levels(tree, partial(self.logits, last[:, None]))
+        return of_levels(tree, partial(self.logits, self.stacked(rows)[:, None]))
 
     def logits(self, states: Tensor, number: int) -> Tensor:
         """Return the logits of head `number`, `[..., vocab]`, from states, `[..., hidden]`."""

@@ -20,6 +20,7 @@ from helpers.drafting import GREEDY
 from helpers.joints import assert_rows_are_stock, padded
 from helpers.reference_heads import PROMPTS
 from helpers.serving import Stepped
+from helpers.shrunken import shrunken
 from helpers.snapshot import tensor_bytes
 from helpers.snippets import Invoke
 from selfspec.draft.registry import parse_draft
@@ -334,7 +335,7 @@ MISFITS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("eagle3", SPECULATORS, {"vocab_size": 21}, "of 50 tokens, and this model knows 21"),
     ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 30]}, {}, "reads layer 30"),
     ("eagle3", {"target_hidden_size": 48}, {}, "one of width 48, and this one has 32"),
-    ("eagle3", {"backbone_hidden_size": 32}, {}, "heads of the kind 'assistant' are not read"),
+    ("eagle3", {"backbone_hidden_size": 32}, {}, "write queries:"),
     ("dflash", {}, {"hidden_size": 48}, ANOTHER),
     ("dflash", {}, {"vocab_size": 3}, "masks with token 3, and this model knows 3"),
     ("dflash", {"dflash_config": FAR}, {}, "reads layer 10"),
@@ -383,6 +384,18 @@ def test_a_head_that_lacks_a_weight(tmp_path: Path, kind: str, lost: tuple[str, 
     refusing = generated if kind == "dflash" else selfspec.wrap
     with pytest.raises(HeadError, match=words):
         refusing(model, f"{kind.rstrip('13')}:{tmp_path}")
+
+
+def test_assistants_of_gemma(tmp_path: Path) -> None:
+    model = shrunken("gemma4_text")
+    folder = published_heads.queries(tmp_path, model)
+    with pytest.raises(HeadError, match=ANOTHER):
+        selfspec.wrap(tiny.llama(), f"queries:{folder}")
+    with pytest.raises(HeadError, match="write queries:"):
+        selfspec.wrap(model, f"eagle:{folder}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(HeadError, match="truncated or corrupt"):
+        selfspec.wrap(model, f"queries:{folder}")
 
 
 def test_a_vocabulary_that_is_mapped_wrongly(tmp_path: Path) -> None:

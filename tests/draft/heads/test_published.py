@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
 import selfspec
 from helpers import published_heads, reference_heads, tiny
@@ -18,6 +19,7 @@ from helpers.drafting import GREEDY
 from helpers.encoder_decoders import FRAMES, MELS, START, encoder_decoder, joint
 from helpers.joints import p_value, padded
 from helpers.reference_heads import PROMPTS, assert_drafts_are, drafts_of
+from helpers.shrunken import shrunken
 from helpers.snippets import snippets
 from helpers.tiny import in_turns
 from selfspec.draft import Budget
@@ -26,6 +28,7 @@ from selfspec.draft.heads.hydra import HydraProposer
 from selfspec.draft.heads.medusa import MedusaProposer
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.pairs import PairProposer
+from selfspec.draft.heads.queries import QueriesProposer
 from selfspec.errors import HeadError
 
 TREE = selfspec.FixedLength(3, nodes=7)
@@ -185,6 +188,41 @@ def test_heads_that_the_page_on_speech_trains_draft_for_whisper(
         rejected += out.stats.judged - out.stats.accepted
     assert rejected
     assert p_value(texts, joint({"input_features": sounds[:1]}, model, 3)) > 1e-3
+
+
+def queries(model: PreTrainedModel, folder: str) -> Callable[[list[int], list[int]], Tensor]:
+    """An assistant of Gemma 4 by its own forward: what it gives after a text and draft tokens, `[vocab]`."""
+    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    @torch.no_grad()
+    def logits(text: list[int], drafted: list[int]) -> Tensor:
+        known = model.model(torch.tensor([text[:-1]]), return_shared_kv_states=True)
+        state = known.last_hidden_state[:, -1:]
+        for token in (text[-1], *drafted):
+            embedded = model.get_input_embeddings()(torch.tensor([[token]]))
+            out = assistant(
+                inputs_embeds=torch.cat([embedded, state], -1),
+                position_ids=torch.tensor([[len(text) - 1]]),
+                shared_kv_states=dict(known.shared_kv_states),
+            )
+            state = out.last_hidden_state
+        found: Tensor = out.logits[0, -1]
+        return found
+
+    return logits
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("groups", "control"), [(False, 4), (True, TREE)], ids=["chain", "groups"])
+def test_an_assistant_drafts_what_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: bool, control: Any
+) -> None:
+    model = shrunken("gemma4_text")
+    folder = published_heads.queries(tmp_path, model, groups)
+    # Texts are longer than the window.
+    prompts = [tiny.prompt(length, seed=length).clamp(min=3) for length in (3, 14, 1, 6)]
+    found = drafts_of(monkeypatch, QueriesProposer, model, f"queries:{folder}", control, prompts, 9)
+    assert_drafts_are(found, queries(model, folder))
 
 
 # Their layers with states read token by token.
