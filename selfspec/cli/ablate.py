@@ -14,7 +14,7 @@ from selfspec.cli.terminal import print_tables, progress_bar
 from selfspec.errors import StudyError
 from selfspec.measure.embedded import DEMO
 
-_DRAFTS = "`exits`, `layers`, `sublayers`, `random:4x20` (20 sets of 4 sublayers), `heads:FOLDER`, or any draft."
+_DRAFTS = "`exits`, `layers`, `pairs`, `sublayers`, `random:4x20` (20 sets of 4), `heads:FOLDER`, or any draft."
 _WORKLOADS = "Prompts, as of `selfspec bench`; or `demo`."
 PRINTED = ("draft_length", "n", "alpha", "acceptance_rate", "c", "predicted_speedup", "speedup", "equal")
 SHOWN = 8

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from inspect import getsource
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -127,7 +127,7 @@ def named_drafts(
                 # Two spellings of a draft are one draft.
                 found.setdefault(spelled.setdefault(repr(drafter), each), content(drafter))
         except DraftConfigError as error:
-            also = "; a study also knows exits, layers, sublayers, random:SIZExCOUNT and heads:FOLDER"
+            also = "; a study also knows exits, layers, pairs, sublayers, random:SIZExCOUNT and heads:FOLDER"
             raise StudyError(f"drafts: {name}: {error}{also * ('not understood' in str(error))}") from error
         except SelfSpecError as error:
             raise StudyError(f"drafts: {name}: {error}") from error
@@ -166,7 +166,10 @@ def columns_of(draft: Any) -> dict[str, Any]:
         return {"kind": kind}
     skipped = sorted(skip_set(draft))
     found = {"kind": kind, "skipped": len(skipped)}
-    if len({each.layer for each in skipped}) == 1:
+    layers = sorted({each.layer for each in skipped})
+    if len(layers) == 2 and len(skipped) == 4:
+        found |= {"layer": layers[0], "other_layer": layers[1]}
+    if len(layers) == 1:
         part = "layer" if len(skipped) > 1 else ("attention", "MLP")[skipped[0].part]
         found |= {"layer": skipped[0].layer, "part": part}
     return found
@@ -179,6 +182,8 @@ def _expanded(name: str, model: PreTrainedModel, adapter: Adapter, seed: int) ->
         yield from (f"exit:{layer}" for layer in range(1, depth))
     elif name == "layers":
         yield from (f"skip:layers={layer}" for layer in range(depth))
+    elif name == "pairs":
+        yield from (f"skip:layers={one},{two}" for one, two in combinations(range(depth), 2))
     elif name == "sublayers":
         yield from (skip_name([each]) for each in Space.of(model, adapter).choices)
     elif kind == "random":

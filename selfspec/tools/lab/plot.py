@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import StudyError
@@ -47,8 +48,10 @@ COLUMN = 3.3
 
 _MARKERS, _DASHES = "osv^dDPX*", ("-", "--", ":", "-.")
 _PANEL, _LINE, _TURNED, _KEYS_ACROSS = 1.7, 0.13, 1.5, 3
-# Letters of a panel's title; numbers of columns and of lines of a heat map that have room for their figures.
-_TITLE, _LABELLED = 60, (9, 40)
+# Width of a letter in sizes of the font, letters of the narrowest title, and height of another line of it in inches.
+_LETTER, _NARROWEST, _FURTHER = 0.6, 16, 0.13
+# Numbers of columns and of lines of a heat map that have room for their figures.
+_LABELLED = (9, 40)
 # What a speed-up or a mean accepted length is compared with.
 _BASELINES = {"speedup": 1.0, "mean_accepted_length": 1.0}
 
@@ -106,16 +109,22 @@ def plot(
     keys = [] if by is None else _ordered(drawn[by].unique())
     looks = {key: _look(number) for number, key in enumerate(keys)}
     rows = drawn[y].nunique() if colour or _is_named(drawn, x, y) else 0
+    # A title begins where the axes do, right of what names their lines.
+    beside = 2 + max((len(_cut(each)) for each in drawn[y].unique() if isinstance(each, str)), default=6)
+    room = max(_NARROWEST, int(72 * width / (_LETTER * font)) - beside)
+    titles = {name: wrap(str(name), room) for name in names if name is not None}
     each = 0.35 + _LINE * rows if rows else _PANEL
     each += _TURNED if colour and _is_named(drawn, x) else 0
     legend = 0.14 * -(-len(keys) // _KEYS_ACROSS)
+    further = _FURTHER * sum(len(lines) - 1 for lines in titles.values())
     with rc_context({**STYLE, "font.size": font, "axes.titlesize": font, "legend.fontsize": font - 0.5}):
-        figure = Figure((width, height or 0.45 + legend + len(names) * (each + 0.25)), layout="constrained")
+        size = width, height or 0.45 + legend + further + len(names) * (each + 0.25)
+        figure = Figure(size, layout="constrained")
         grid = figure.subplots(len(names), 1, squeeze=False, sharex=True, sharey=not rows)
         for axes, name in zip(grid[:, 0], names, strict=True):
             shown = drawn if panel is None else drawn[drawn[panel] == name]
-            if name is not None:
-                axes.set_title(_cut(name, _TITLE), loc="left")
+            if name in titles:
+                axes.set_title("\n".join(titles[name]), loc="left")
             if colour is not None:
                 _heat(figure, axes, shown, x, y, colour)
             else:
@@ -223,7 +232,7 @@ def _baseline(axes: Axes, x: str, y: str) -> None:
     """Draw plain decoding, and begin shares and speeds at 0."""
     for name, line, ends in ((x, axes.axvline, axes.set_xlim), (y, axes.axhline, axes.set_ylim)):
         for figure, value in _BASELINES.items():
-            if name.endswith(figure):
+            if figure in name:
                 line(value, color=PALE, lw=0.9, zorder=0)
                 ends(0)
 

@@ -60,8 +60,8 @@ class Study:
 
     Attributes:
         models: checkpoint folders or hub names; "demo" is the embedded one.
-        drafts: names as of `--draft`, of any drafter; `exits`, `layers`, `sublayers`, `random:SIZExCOUNT` or
-            `heads:FOLDER` stand for many.
+        drafts: names as of `--draft`, of any drafter; `exits`, `layers`, `pairs` of layers, `sublayers`,
+            `random:SIZExCOUNT` or `heads:FOLDER` stand for many.
         workloads: `demo`, or `NAME=FILE` as of `selfspec bench`: prompts that each model continues.
         chat: whether prompts are written by the chat template.
         temperatures: 0 decodes greedily.

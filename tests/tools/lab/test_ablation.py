@@ -227,6 +227,7 @@ def test_drafts_are_named_one_by_one() -> None:
     assert _names("exits") == ["exit:1", "exit:2", "exit:3"]
     assert _names("exit:2", "exit:02", "exits") == ["exit:2", "exit:1", "exit:3"]
     assert _names("layers", "skip:layers=2") == [f"skip:layers={layer}" for layer in range(4)]
+    assert _names("pairs") == [f"skip:layers={pair}" for pair in ("0,1", "0,2", "0,3", "1,2", "1,3", "2,3")]
     assert len(_names("sublayers")) == 8
     drawn = _names("random:3x10")
     assert len(set(drawn)) == 10

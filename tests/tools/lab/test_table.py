@@ -168,6 +168,8 @@ def study(layers: int = 12) -> list[Row]:
 
 
 def test_pictures_fit_a_column_and_say_what_they_show(tmp_path: Path) -> None:
+    from matplotlib.text import Text
+
     table = summarise(study())
     pictures: list[dict[str, Any]] = [
         {"x": "layer", "y": "alpha", "by": "part", "panel": "temperature"},
@@ -193,6 +195,19 @@ def test_pictures_fit_a_column_and_say_what_they_show(tmp_path: Path) -> None:
             assert sorted(keys) == sorted({str(each) for each in drawn.dropna(subset=[how["x"], by])[by]})
             box = legend.get_window_extent()
             assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1 + 1
+    # Titles of panels are as wide as there is room, however long.
+    others: list[dict[str, Any]] = [{"y": "arm"}, {"y": "alpha"}, {"y": "arm", "colour": "alpha"}]
+    for how in others:
+        long = table.assign(
+            conditions="a-model-of-a-long-name, summaries, temperature 0.8, 64 tokens of prompt, as chat"
+        )
+        figure = plot(long, x="draft_length", panel="conditions", **how)
+        figure.draw_without_rendering()
+        (title,) = [each for each in figure.findobj(Text) if each.get_text().startswith("a-model")]
+        box = title.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+        assert " ".join(title.get_text().split()) == long["conditions"].iloc[0]
     with pytest.raises(StudyError, match="no column 'zzz'"):
         plot(table, "zzz", "alpha")
     with pytest.raises(StudyError, match="no line with speed"):
