@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby, product
+from itertools import product
 from typing import TYPE_CHECKING
 
 from selfspec.accept import find_rule
@@ -24,7 +24,7 @@ from selfspec.measure.teacher_forced import (
 from selfspec.measure.watch import Watch
 from selfspec.tools.lab.arms import ArmSpec, Cell, Prompts, make_arm, usual_runtime_name
 from selfspec.tools.lab.drafts import content, named_drafts
-from selfspec.tools.lab.generations import ArmRun, arm_rows, measure, run_of, turns_of
+from selfspec.tools.lab.generations import arm_rows, measure, run_of, turns_of, untimed
 from selfspec.tools.lab.prices import Prices, costs_run, find_costs
 from selfspec.tools.lab.runs import Row, Run, Runs
 from selfspec.tools.lab.study import StudiedModel, Study, text_run, texts_of, write_texts
@@ -33,8 +33,8 @@ from selfspec.tools.lab.table import records, summarise
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Texts' worth of timing costs; calls for each text that is confirmed: with the draft and without, untimed and timed.
-_TIMED, _CONFIRMED = 32, 4
+# Texts' worth of timing costs; calls of an arm for each text that is timed, of which the first warms up.
+_TIMED, _CALLS = 32, 2
 _WHAT = {"costs": "what drafts cost", "text": "the model's own texts"}
 # Drafts judged at once: enough to share what they begin with, few enough to lose little by an interruption.
 _TOGETHER = 4
@@ -105,41 +105,51 @@ class StudyOfModel:
         grid = [*product(studied.prompts, study.temperatures)]
         texts = [text_run(studied, workload, temperature, study) for workload, temperature in grid]
         # Drafts that begin alike side by side, since they share that work.
-        ordered = sorted(self.drafts, key=lambda draft: (not self.forced(draft), not draft.startswith("skip"), draft))
-        judged = {text.key: [self.judging(draft, text) for draft in ordered] for text in texts}
+        forced = sorted(filter(self.forced, self.drafts), key=lambda draft: (not draft.startswith("skip"), draft))
+        others = [draft for draft in self.drafts if draft not in forced]
+        counted = [self.spec(draft, length) for draft in others for length in study.draft_lengths]
+        judged = {text.key: [self.judging(draft, text) for draft in forced] for text in texts}
+        for text in texts:
+            judged[text.key] += [run for spec in counted for run in self.generations(text, [spec])]
         every = [costs, *texts, *(run for some in judged.values() for run in some)]
-        confirming = min(study.confirm, len(self.drafts)) * _CONFIRMED
+        confirming = 2 * _CALLS * min(study.confirm, len(self.drafts))
         self.watch.begin(self.steps(every) + sum(confirming * self.texts_of(text) for text in texts))
         self.find_out([costs], lambda some: [find_costs(studied, self.drafts, each) for each in some])
         for text in texts:
             self.find_out([text], lambda some: [write_texts(studied, one) for one in some])
         for text in texts:
-            for part in _together(judged[text.key]):
-                self.find_out(part, partial(self.judge, text))
+            for start in range(0, len(forced), _TOGETHER):
+                self.find_out(judged[text.key][: len(forced)][start : start + _TOGETHER], partial(self.judge, text))
+            for spec in counted:
+                self.generate(text, [spec])
         found = [row for run in every for row in self.priced(self.runs[run], costs)]
         for text in texts:
             own = [row for run in judged[text.key] for row in self.priced(self.runs[run], costs)]
             for arm in self.chosen(text, own):
-                found += [row for run in self.confirmed(arm, text) for row in self.priced(self.runs[run], costs)]
+                confirmed = [ArmSpec("plain", runtime=self.runtime), self.spec(arm["draft"], int(arm["draft_length"]))]
+                self.generate(text, confirmed, f"confirming {arm['draft']}")
+                found += [
+                    row for run in self.generations(text, confirmed) for row in self.priced(self.runs[run], costs)
+                ]
         return found
 
-    def find_out(self, some: Sequence[Run], find: Callable[[Sequence[Run]], list[list[Row]]]) -> None:
+    def find_out(self, some: Sequence[Run], find: Callable[[Sequence[Run]], list[list[Row]]], what: str = "") -> None:
         """Find out what is not known of some runs, and show that; what is known is no step."""
         missing = [run for run in some if run not in self.runs]
         if missing:
             first = missing[0]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            self.watch.step(_WHAT.get(first.measured, first.labels.get("arm", "")) + more, self.steps(missing))
+            shown = what or _WHAT.get(first.measured, first.labels.get("arm", "")) + more
+            self.watch.step(shown, self.steps(missing))
             self.runs.find_out(missing, find, environment(self.studied.model.device))
 
     def steps(self, some: Sequence[Run]) -> int:
         """Count the texts that are written or judged in those of some runs that are not known."""
-        counted = 0
-        for run in some:
-            lengths = len(run.under["draft_lengths"]) if run.measured == "generation" else 1
-            if run not in self.runs:
-                counted += _TIMED if run.measured == "costs" else lengths * self.texts_of(run)
-        return counted
+        missing = [run for run in some if run not in self.runs]
+        return sum(
+            _TIMED if run.measured == "costs" else self.texts_of(run) * (_CALLS if "turns" in run.under else 1)
+            for run in missing
+        )
 
     def texts_of(self, run: Run) -> int:
         """Return the number of texts of a run's workload."""
@@ -155,71 +165,59 @@ class StudyOfModel:
         return is_judged_by_teacher_forcing(self.studied.given.drafter(draft), self.studied.adapter, self.studied.depth)
 
     def judging(self, draft: str, text: Run) -> Run:
-        """Return the run that judges a draft on some texts, by teacher forcing, or by generation where that cannot."""
+        """Return the run that judges a draft on some texts by teacher forcing."""
         study, longest = self.study, max(self.study.draft_lengths)
         under = {"batch": 1, "context": None, "chat": study.chat, **text.under, "draft": draft, "texts": text.key}
         under |= {"content": self.drafts[draft], "draft_lengths": list(study.draft_lengths)}
-        labels = {**text.labels, "arm": draft}
-        if self.forced(draft):
-            return Run("teacher forcing", {**under, "reach": min(study.reach or longest, longest)}, labels)
-        # Each text has a seed of its own.
-        del under["seed"]
-        rule = content(self.studied.given.rules.get(study.accept) or find_rule(study.accept))
-        how = {"accept": study.accept, "rule": rule, "runtime": self.runtime}
-        return Run("generation", {**under, **how}, labels)
+        reach = min(study.reach or longest, longest)
+        return Run("teacher forcing", {**under, "reach": reach}, {**text.labels, "arm": draft})
 
     def judge(self, text: Run, some: Sequence[Run]) -> list[list[Row]]:
         """Judge drafts on texts that were written."""
         texts = texts_of(self.runs[text], self.studied.model.device)
-        if some[0].measured == "generation":
-            return [self.count(texts, run) for run in some]
         return estimate(self.studied, texts, text.under["temperature"], some)
 
-    def count(self, texts: Sequence[Continuation], run: Run) -> list[Row]:
-        """Count what generations accept from a draft of any kind, at each draft length; nothing is timed."""
-        found = []
-        for length in run.under["draft_lengths"]:
-            spec = ArmSpec("draft", run.under["draft"], length, accept=run.under["accept"], runtime=self.runtime)
-            arm, cell = make_arm(spec, self.studied.model, self.studied.given), self.cell(run)
-            prompts = [Prompts.of_one_length(text.ids[:, : text.prompt]) for text in texts]
-            calls = [arm.decode(prompt, cell, number) for number, prompt in enumerate(prompts)]
-            for row in arm_rows(ArmRun(arm, calls=[calls]), prompts, self.studied.tokenizer):
-                counted = {name: value for name, value in row.items() if not name.endswith("seconds")}
-                found.append({**counted, "draft_length": length, "lossless": self.studied.given.lossless(spec.accept)})
-        return found
+    def spec(self, draft: str, length: int) -> ArmSpec:
+        """Return the arm that generates with a draft."""
+        given, rule = self.studied.given, "token" if self.forced(draft) else self.study.accept
+        what = content(given.drafter(draft), given.rules.get(rule) or find_rule(rule))
+        kept = given.lossless(rule)
+        return ArmSpec("draft", draft, length, accept=rule, runtime=self.runtime, lossless=kept, content=what)
 
-    def cell(self, run: Run) -> Cell:
-        """Return the conditions of generations."""
-        under = run.under
-        return Cell(run.labels["workload"], under["temperature"], 1, None, under["max_new_tokens"], self.study.chat)
+    def generations(self, text: Run, specs: Sequence[ArmSpec]) -> list[Run]:
+        """Return the runs of arms on the prompts of texts: several are timed in turns, one alone is counted."""
+        how: Row = {"repeats": 0, "texts": text.key}
+        if len(specs) > 1:
+            how |= {"repeats": 1, "turns": turns_of(specs)}
+        of, labels = {name: text.under[name] for name in ("weights", "setting", "dtype")}, {"model": self.studied.name}
+        runs = [run_of(of, self.cell(text), self.prompts(text), spec, labels, **how) for spec in specs]
+        return [replace(run, labels={**run.labels, "arm": run.under["draft"] or "plain"}) for run in runs]
 
-    def confirmed(self, arm: Row, text: Run) -> list[Run]:
-        """Generate from the same prompts by plain decoding and with a draft, in turns; return the runs of both."""
-        rule, studied = arm.get("accept") or "token", self.studied
-        plain = ArmSpec("plain", runtime=self.runtime)
-        like = replace(plain, kind="draft", draft=arm["draft"], length=int(arm["draft_length"]), accept=rule)
-        specs = plain, replace(like, content=self.drafts[arm["draft"]], lossless=studied.given.lossless(rule))
-        prompts = [Prompts.of_one_length(prompt) for prompt in studied.prompts[text.labels["workload"]]]
-        cell = self.cell(text)
-        of = {name: text.under[name] for name in ("weights", "setting", "dtype")}
-        how = {"repeats": 1, "turns": turns_of(specs), "texts": text.key}
-        named = [run_of(of, cell, prompts, spec, {"model": studied.name}, **how) for spec in specs]
-        runs = [replace(run, labels={**run.labels, "arm": run.under["draft"] or "plain"}) for run in named]
+    def generate(self, text: Run, specs: Sequence[ArmSpec], what: str = "") -> None:
+        """Generate with some arms from the prompts of texts, unless that is known."""
+        studied, cell, prompts, timed = self.studied, self.cell(text), self.prompts(text), len(specs) > 1
+        runs = self.generations(text, specs)
 
         def generated(some: Sequence[Run]) -> list[list[Row]]:
             texts = texts_of(self.runs[text], studied.model.device)
             arms = [make_arm(spec, studied.model, studied.given) for spec in specs]
-            results = measure(studied.model, cell, arms, prompts, 1, 1, lambda _: None)
+            results = measure(studied.model, cell, arms, prompts, 1, int(timed), lambda _: None)
             # Sampled texts need not be those of the stock model.
-            greedy = None if cell.sampled else [[each.ids[0, each.prompt :].tolist()] for each in texts]
+            known = cell.sampled or not timed
+            greedy = None if known else [[each.ids[0, each.prompt :].tolist()] for each in texts]
             found = [arm_rows(result, prompts, studied.tokenizer, expected=greedy) for result in results]
-            return [found[runs.index(run)] for run in some]
+            return [found[runs.index(run)] if timed else untimed(found[0]) for run in some]
 
-        missing = [run for run in runs if run not in self.runs]
-        if missing:
-            self.watch.step(f"confirming {arm['draft']}", _CONFIRMED * len(prompts))
-            self.runs.find_out(missing, generated, environment(studied.model.device))
-        return runs
+        self.find_out(runs, generated, what)
+
+    def cell(self, text: Run) -> Cell:
+        """Return the conditions of generations."""
+        under = text.under
+        return Cell(text.labels["workload"], under["temperature"], 1, None, under["max_new_tokens"], self.study.chat)
+
+    def prompts(self, text: Run) -> list[Prompts]:
+        """Return the prompts of texts, each a call."""
+        return [Prompts.of_one_length(prompt) for prompt in self.studied.prompts[text.labels["workload"]]]
 
     def chosen(self, text: Run, rows: Sequence[Row]) -> Iterator[Row]:
         """Choose the drafts to confirm: half of them those that promise most, the others at random."""
@@ -282,10 +280,3 @@ def _replayed(figures: TeacherForcedFigures, length: int) -> Row:
         "first_accepted": float(figures.overlap[0].sum()),
         "agreed": float(figures.agreed[0].sum()),
     }
-
-
-def _together(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
-    """Yield what is judged at once: some drafts by teacher forcing, and each of the others by itself."""
-    for measured, group in groupby(runs, lambda run: run.measured):
-        some, size = list(group), 1 if measured == "generation" else _TOGETHER
-        yield from (some[start : start + size] for start in range(0, len(some), size))

@@ -65,13 +65,6 @@ class Cell:
     chat: bool = False
 
     @property
-    def title(self) -> str:
-        """The conditions in words."""
-        prompts = "whole prompts" if self.context is None else f"{self.context} tokens of prompt"
-        chat = " as chat" if self.chat else ""
-        return f"{self.workload}, {self.decoding}, batch {self.batch}, {prompts}{chat}, {self.max_new_tokens} new"
-
-    @property
     def decoding(self) -> str:
         """How tokens are chosen, in words."""
         return f"temperature {self.temperature:g}" if self.sampled else "greedy"

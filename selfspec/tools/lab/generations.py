@@ -92,7 +92,7 @@ class Generations:
         times = repeats + warm_up
         watch.begin(sum(len(some) * len(cells[each]) * times for each, some in missing.items()))
         for number, (cell, going) in enumerate(missing.items(), 1):
-            tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.title}")
+            tick = partial(watch.step, f"cell {number} of {len(missing)}: {cell.workload}, {cell.decoding}")
             busy, prompts = CoreWatch(), cells[cell]
             results = measure(self.model, cell, going, prompts, repeats, warm_up, tick)
             around = {**environment(self.model.device), **asdict(busy.read())}
@@ -104,9 +104,7 @@ class Generations:
                 scored = (result.calls if cell.sampled else result.calls[:1]) if "quality" in self.parts else ()
                 nats = [nats_of(self.model, prompts, [call.rows for call in calls]) for calls in scored]
                 found = arm_rows(result, prompts, self.tokenizer, cost, nats, greedy)
-                if not timed:
-                    found = [{name: each[name] for name in each if not name.endswith("seconds")} for each in found]
-                runs.keep(wanted[result.arm.spec.name].rows(found, around))
+                runs.keep(wanted[result.arm.spec.name].rows(found if timed else untimed(found), around))
         return [row for wanted in asked.values() for run in wanted for row in runs[run]]
 
 
@@ -174,6 +172,11 @@ def arm_rows(
                 if repeat < len(nats):
                     found[-1]["nats"] = nats[repeat][number][row]
     return found
+
+
+def untimed(rows: Sequence[Row]) -> list[Row]:
+    """Return rows without the times that nobody asked for."""
+    return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
 
 
 def call_columns(call: Call) -> Row:

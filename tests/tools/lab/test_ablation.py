@@ -291,6 +291,9 @@ def test_drafters_and_rules_are_objects_too(tmp_path: Path) -> None:
         repr(own): "generation",
     }
     assert (table["equal"].dropna() == 1).all()
+    # What was judged token by token is confirmed so.
+    generated = table[table["decoder"] == "draft"]
+    assert dict(zip(generated["draft"], generated["accept"], strict=True)) == {repr(own): repr(rule), "exit:1": "token"}
     assert table.attrs["provenance"][0]["weights"]
     assert any("2 texts" in said for said in table.attrs["doubts"])
     untimed: dict[str, Any] = {"accept": [rule], "timed": False, "temperatures": [0], "to": tmp_path}

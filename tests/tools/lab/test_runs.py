@@ -192,7 +192,8 @@ def test_a_cell_is_not_run_again(llama: PreTrainedModel, tmp_path: Path) -> None
     watch = Notes()
     rows = run(llama, tmp_path, watch)
     assert len(watch.steps) == watch.expected == STEPS * len(SPECS)
-    assert set(watch.steps) == {f"cell 1 of 1: {[*CELLS][1].title}"}
+    missing = [*CELLS][1]
+    assert set(watch.steps) == {f"cell 1 of 1: {missing.workload}, {missing.decoding}"}
     again = Notes()
     assert run(llama, tmp_path, again) == rows == Runs(tmp_path).measured("generation")
     assert (again.expected, again.steps) == (0, [])
