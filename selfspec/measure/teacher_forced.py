@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -33,10 +32,9 @@ from selfspec.measure.acceptance import Readout
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.own_text import Continuation
 from selfspec.model.early_head import DraftHead
-from selfspec.model.gated_view import ExactStates, GatedModel
+from selfspec.model.gated_view import ExactStates, FeatureTap, GatedModel, Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.substitutes import Substitutes
-from selfspec.model.view import hidden_states, replaced, view_with_layers
 from selfspec.runtime.pass_function import model_inputs
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -56,14 +54,6 @@ def parts_run(path: LayerPath) -> tuple[Parts, ...]:
     return tuple(frozenset(part for part in Part if path.runs(Sublayer(layer, part))) for layer in range(path.depth))
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """A view of the model that keeps what entered and left some of its layers in the last pass."""
-
-    module: nn.Module
-    seen: dict[int, tuple[Tensor, Tensor]]
-
-
 class LayerViews:
     """Views of a model's single layers, each made once, and its norm and head. The model is neither changed nor copied.
 
@@ -81,26 +71,20 @@ class LayerViews:
         self.adapter = adapter
         self.readout = Readout(model, adapter)
         self.depth = self.readout.depth
+        self.base = adapter.base(model)
         self.takes_positions = takes(model, "position_ids")
-        self._layers: dict[tuple[int, Parts], tuple[GatedModel, _Watched]] = {}
+        self._layers: dict[tuple[int, Parts], GatedModel] = {}
 
-    def layer(self, index: int, parts: Parts) -> tuple[GatedModel, _Watched]:
-        """Return a view that runs some parts of one layer and passes through all others, and what watches it."""
+    def layer(self, index: int, parts: Parts) -> GatedModel:
+        """Return a view that runs some parts of one layer, passes through all others, and keeps the last states."""
         if (index, parts) not in self._layers:
             runs = {Sublayer(index, part) for part in parts}
             first = Sublayer(index, Part.ATTENTION)
             left_out = [each for each in sublayers(self.depth) if each >= first and each not in runs]
             gated = GatedModel(self.model, self.adapter, LayerPath.without(self.depth, left_out).resumed_at(first))
-            self._layers[index, parts] = gated, self.watched(gated.module, [index])
+            gated.tap(self.adapter, self.base, ("last",))
+            self._layers[index, parts] = gated
         return self._layers[index, parts]
-
-    def watched(self, module: nn.Module, layers: Sequence[int]) -> _Watched:
-        """Return a view of the model, or of a view of it, that keeps what enters and leaves some layers."""
-        seen: dict[int, tuple[Tensor, Tensor]] = {}
-        found = self.adapter.decoder_layers(module)
-        for index in layers:
-            found[index] = replaced(found[index], partial(_watched, found[index], index, seen))
-        return _Watched(view_with_layers(module, self.adapter.path(self.model), found), seen)
 
 
 class TeacherForcedText:
@@ -126,11 +110,14 @@ class TeacherForcedText:
         self.reach = reach
         self.passes = 0
         length = ids.shape[1]
-        self._context = exact_context(views.depth)
+        # It keeps what the first pass writes; later passes see that and their own tokens.
+        self._context = Cache(layers=[_ContextLayer() for _ in range(views.depth)])
         self._masks: Any = None
-        whole = views.watched(views.model, range(views.depth))
+        points: tuple[Point, ...] = (*range(views.depth), "last")
+        whole = FeatureTap(views.model, views.adapter, views.base, points)
         self.logits: Tensor = whole.module(**self._inputs(ids)).logits[:, first - 1 : -1]
-        self.states = [whole.seen[0][0], *(whole.seen[layer][1] for layer in range(views.depth))]
+        taken = whole.take()
+        self.states = [taken[point] for point in points]
         if self.states[0].ndim != 3:
             raise UnsupportedModelError(
                 f"acceptance of skip sets cannot be estimated for {type(views.model).__name__}: it keeps several "
@@ -158,14 +145,13 @@ class TeacherForcedText:
         """Run some parts of a layer on states of draft steps, `[times * texts, reach * tokens, hidden]`."""
         if not parts:
             return hidden
-        gated, view = self._views.layer(layer, parts)
-        times = hidden.shape[-3] // self._ids.shape[0]
-        gated.enter(ExactStates(hidden))
-        base = view.module.get_submodule(self._views.adapter.base(self._views.model))
+        view, times = self._views.layer(layer, parts), hidden.shape[-3] // self._ids.shape[0]
+        view.enter(ExactStates(hidden))
+        base = view.module.get_submodule(self._views.base)
         base(**self._inputs(self._ids.repeat(times, self.reach), self.reach))
-        gated.leave()
+        view.leave()
         self.passes += hidden.shape[-2] * times * self._ids.shape[0]
-        return view.seen.pop(layer)[1]
+        return view.features()["last"]
 
     @torch.no_grad()
     def read(self, hidden: Tensor, head: DraftHead | None = None) -> Tensor:
@@ -195,19 +181,6 @@ class TeacherForcedText:
                 f"acceptance of skip sets cannot be estimated for {type(self._views.model).__name__}: read as a draft, "
                 f"the whole network is off by {off:.3g}; measure it by generation"
             )
-
-
-def _watched(
-    layer: Callable[..., Any], index: int, seen: dict[int, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any
-) -> Any:
-    output = layer(*args, **kwargs)
-    seen[index] = (hidden_states(args, kwargs), output[0] if isinstance(output, tuple) else output)
-    return output
-
-
-def exact_context(depth: int) -> Cache:
-    """Return a cache that keeps what the first pass writes; later passes see that and their own tokens."""
-    return Cache(layers=[_ContextLayer() for _ in range(depth)])
 
 
 class _ContextLayer(DynamicLayer):
