@@ -146,9 +146,6 @@ _FEATURES: dict[str, Callable[[Server], bool]] = {
         s.complete(logit_bias={"100": 100})["choices"][0]["text"] != s.complete()["choices"][0]["text"]
     ),
     "chat's `logprobs`": lambda s: len(s.chat(logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]) > 1,
-    "`echo` with `logprobs`": lambda s: (
-        s.complete(echo=True, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"][0] is None
-    ),
     "`response_format` with a schema": _fits,
     "a keyword that grammars do not hold": _unique,
     "tools told to a model whose template reads none": _told,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,16 +39,6 @@ class TextStream:
         """Return the rest of the text, when no more tokens come."""
         return self._give(self._fresh())
 
-    def push_apart(self, tokens: Sequence[int]) -> list[str]:
-        """Take tokens; return what `push` would, split by tokens; a character belongs to its last token."""
-        self._ids += tokens
-        fresh = self._fresh()
-        return self._give_apart(fresh) if fresh and self._certain(fresh) else []
-
-    def finish_apart(self) -> list[str]:
-        """Return the text of each remaining token, when no more tokens come."""
-        return self._give_apart(self._fresh())
-
     @property
     def whole_characters(self) -> str:
         """Text not yet returned, as if no more tokens came, without an unfinished character."""
@@ -61,11 +50,10 @@ class TextStream:
         other._ids = [*self._ids, *tokens]
         return other._fresh().removeprefix(self._fresh())
 
-    def _fresh(self, count: int | None = None) -> str:
-        """Return the text of the first `count` tokens that are not returned yet; None: of all such tokens."""
+    def _fresh(self) -> str:
+        """Return the text of all tokens that are not returned yet."""
         # Many tokenizers drop the space at the beginning of a text, so decode after some context.
-        until = None if count is None else self._given + count
-        before, new = self._ids[self._context : self._given], self._ids[self._given : until]
+        before, new = self._ids[self._context : self._given], self._ids[self._given :]
         return continuation(self._tokenizer, before, new, self._special)
 
     def _give(self, fresh: str) -> str:
@@ -73,17 +61,6 @@ class TextStream:
         if fresh:
             self._context, self._given = self._given, len(self._ids)
         return fresh
-
-    def _give_apart(self, fresh: str) -> list[str]:
-        ends = [0]
-        for count in range(1, len(self._ids) - self._given):
-            # Compare the text of the tokens up to this one with the whole, as far as they agree.
-            ends.append(max(ends[-1], shared_length(self._fresh(count), fresh)))
-        texts = [fresh[start:end] for start, end in pairwise([*ends, len(fresh)])]
-        if self._given == len(self._ids):
-            return []
-        self._give(fresh)
-        return texts
 
     def _certain(self, fresh: str) -> bool:
         """Return whether no later token can change the text."""

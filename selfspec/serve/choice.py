@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 from typing import Literal
 
 import regex
@@ -21,20 +21,15 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token, its log-probabilities, and what it wrote of the answer's text, at an offset in it.
-
-    The text is empty where the token is special, is behind the end, or is not the last of a character's.
-    """
+    """A token and its log-probabilities."""
 
     token: int
     logprobs: TokenLogprobs
-    text: str
-    offset: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer: certain text before any stop string, and, where asked for, the tokens that wrote it."""
+    """What is new of an answer: certain text before any stop string, and, where asked for, its committed tokens."""
 
     text: str
     scored: tuple[ScoredToken, ...] = ()
@@ -82,11 +77,6 @@ class Choice:
         self._stops = StopStrings(stops)
         self._calls = tools.reader() if tools else None
         self._thoughts = ThoughtReader(thoughts) if thoughts else None
-        self._passed = 0
-        # Tokens whose text is not certain, and those whose text may still be cut off by a stop string.
-        self._unread: list[tuple[int, TokenLogprobs]] = []
-        self._held: list[ScoredToken] = []
-        self._read_to = 0
         # When its first tokens came, in nanoseconds of `time.monotonic_ns`.
         self.begun: int | None = None
         self.text = self.thought = ""
@@ -103,15 +93,16 @@ class Choice:
     def take(self, committed: Committed) -> Piece:
         """Take what a round committed."""
         self.begun = self.begun or time.monotonic_ns()
-        text, count = "", 0
+        text, count, scored = "", 0, list[ScoredToken]()
         for token, logprobs in zip_longest(committed.tokens, committed.logprobs or ()):
             count += 1
             if logprobs is not None:
-                self._unread.append((token, logprobs))
-            text += self._let_through([""] if token in self._hidden else self._stream.push_apart([token]))
+                scored.append(ScoredToken(token, logprobs))
+            if token not in self._hidden:
+                text += self._stops.push(self._stream.push([token]))
             # The answer would end here if its text, as it stands, has a stop string in it.
             if not self._stops.found and self._stops.ends(self._stream.whole_characters):
-                text += self._let_through(self._stream.finish_apart())
+                text += self._stops.push(self._stream.finish())
             if self._stops.found:
                 break
         now = self.counts
@@ -123,45 +114,26 @@ class Choice:
             min(committed.predicted, now.tokens + count),
             committed.mispredicted,
         )
-        return self._piece(text, "stop" if self._stops.found else None)
+        self.scored += scored
+        return self._piece(text, "stop" if self._stops.found else None, tuple(scored))
 
     def end(self, finished: Finished) -> Piece:
         """Take the end of a row that no error ended."""
-        text = self._let_through(self._stream.finish_apart())
-        text += self._stops.finish()
+        text = self._stops.push(self._stream.finish()) + self._stops.finish()
         return self._piece(text, "length" if finished.reason == "length" and not self._stops.found else "stop")
 
-    def _let_through(self, texts: Sequence[str]) -> str:
-        """Return what is certainly before any stop string, of the texts of the next tokens."""
-        for text in texts:
-            if self._unread:
-                token, logprobs = self._unread.pop(0)
-                self._held.append(ScoredToken(token, logprobs, text, self._read_to))
-            self._read_to += len(text)
-        return self._stops.push("".join(texts))
-
-    def _piece(self, text: str, reason: FinishReason | None) -> Piece:
-        self._passed += len(text)
-        length = self._passed
-        scored = list(takewhile(lambda each: reason or each.offset + len(each.text) <= length, self._held))
-        del self._held[: len(scored)]
-        if reason:
-            scored = [
-                replace(each, text=each.text[: max(length - each.offset, 0)], offset=min(each.offset, length))
-                for each in scored
-            ]
+    def _piece(self, text: str, reason: FinishReason | None, scored: tuple[ScoredToken, ...] = ()) -> Piece:
         ended = reason is not None
         thought, text = Parted("", text) if self._thoughts is None else self._thoughts.push(text, ended)
         said = Said(text, ()) if self._calls is None else self._calls.push(text, ended)
         self.thought += thought
         self.text += said.text
         self.calls += [each.call for each in said.calls if each.begins]
-        self.scored += scored
         if ended and self.thought:
             tokens = self._tokenizer(self.thought, add_special_tokens=False).input_ids
             self.counts = replace(self.counts, thought=len(tokens))
         self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
-        return Piece(said.text, tuple(scored), self.finish_reason, said.calls, thought)
+        return Piece(said.text, scored, self.finish_reason, said.calls, thought)
 
 
 class StopStrings:

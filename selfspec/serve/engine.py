@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 
@@ -18,8 +17,6 @@ from selfspec.serve.events import EngineStats, Event, Ticket
 from selfspec.serve.row_decoder import RowDecoder
 from selfspec.serve.row_request import RowRequest
 from selfspec.serve.scheduler import Entry, Scheduler
-
-_Found = TypeVar("_Found")
 
 
 class Engine:
@@ -79,7 +76,11 @@ class Engine:
                 raise UnsupportedOptionError(f"{name} must be an integer of at least 1, got {shown(value)}")
         self.spec = spec
         self._decoder = RowDecoder(spec.joining_rows())
-        sizes = in_own_thread(self._decoder.measured)
+        # OpenMP keeps a team of threads for each thread that has run a product, as long as that lives. Once all teams
+        # have more threads than there are cores, each of them sleeps between two products, and waking it takes longer
+        # than a product of a small model. So only the engine's own thread keeps one.
+        with ThreadPoolExecutor(1, "selfspec-passes") as thread:
+            sizes = thread.submit(self._decoder.measured).result()
         limits = self._decoder.limits
         if cache_bytes is None:
             cache_bytes = sizes.of(max_rows, min(self._decoder.context, 4096)) + sizes.row
@@ -233,14 +234,3 @@ class Engine:
                 self._scheduler.add(entry)
             self._incoming.clear()
         self._scheduler.end_all()
-
-
-def in_own_thread(work: Callable[[], _Found]) -> _Found:
-    """Do some work in a new thread, and wait for it.
-
-    OpenMP keeps a team of threads for each thread that has run a product, as long as that thread lives. Once all teams
-    together have more threads than there are cores, each of them sleeps between two products, and waking it takes
-    longer than a product of a small model. So while an engine runs, only its own thread should keep a team.
-    """
-    with ThreadPoolExecutor(1, "selfspec-passes") as thread:
-        return thread.submit(work).result()

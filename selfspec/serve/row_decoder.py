@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from selfspec.accept import default_rule
 from selfspec.arguments import shown
@@ -36,19 +35,6 @@ from selfspec.serve.row_request import RowRequest
 _NO_CONTEXT = 1 << 20
 
 
-def token_logprobs(logprobs: Tensor, tokens: Tensor, top: int) -> list[TokenLogprobs]:
-    """Read the values of tokens, `[places]`, and of the `top` likeliest, off log-probabilities `[places, vocab]`.
-
-    A token that the model reads and its head cannot write has a log-probability of -inf.
-    """
-    # One more place, for all that the head does not know.
-    known = pad(logprobs, (0, 1), value=-torch.inf)
-    own = known.gather(1, tokens[:, None].clamp(max=logprobs.shape[1]))[:, 0].tolist()
-    best = logprobs.topk(min(top, logprobs.shape[1]))
-    each = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
-    return [TokenLogprobs(value, tuple(zip(*likeliest, strict=True))) for value, *likeliest in each]
-
-
 class LogprobRecord:
     """Keeps the log-probabilities of a round until its tokens are known, and reports the `top` likeliest."""
 
@@ -66,7 +52,10 @@ class LogprobRecord:
         if not tokens:
             return ()
         places = torch.cat(kept)[: len(tokens)]
-        return tuple(token_logprobs(places, torch.tensor(tokens, device=places.device), self._top))
+        own = places.gather(1, torch.tensor(tokens, device=places.device)[:, None])[:, 0].tolist()
+        best = places.topk(min(self._top, places.shape[1]))
+        each = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+        return tuple(TokenLogprobs(value, tuple(zip(*likeliest, strict=True))) for value, *likeliest in each)
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ class GenerationFields(Hints):
     """What both kinds of request may say."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -283,9 +283,9 @@ class CompletionRequest(GenerationFields):
             custom_error_message=f"say a text, token ids, or up to {MOST_PROMPTS} of either; no list may be empty",
         ),
     ]
-    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Refused unless they say what holds anyway.
+    echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     suffix: Literal[""] | None = None
 
@@ -293,10 +293,6 @@ class CompletionRequest(GenerationFields):
     def _means_what_it_says(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of is not supported; ask for n answers and choose among them")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0 and echo is not set: nothing would be returned")
-        if self.max_tokens == 0 and self.stream:
-            raise ValueError("max_tokens is 0: nothing would be streamed; drop stream")
         return self
 
 
@@ -372,8 +368,6 @@ class ChatCompletionRequest(GenerationFields):
     def _means_what_it_says(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set it to true, or drop top_logprobs")
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens is 0: nothing would be returned")
         names = [tool.function.name for tool in self.tools or ()]
         if isinstance(self.tool_choice, Tool) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")

@@ -11,27 +11,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import torch
 from starlette.requests import Request
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from selfspec.decode.text_stream import TextStream, continuation
+from selfspec.decode.text_stream import continuation
 from selfspec.errors import SelfSpecError
 from selfspec.model.identity import vocabulary_size, weight_of
-from selfspec.model.stock_passes import block_logits
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
-from selfspec.serve.engine import Engine, in_own_thread
-from selfspec.serve.events import TokenLogprobs
+from selfspec.serve.engine import Engine
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
 from selfspec.serve.monitoring import Metrics
-from selfspec.serve.row_decoder import token_logprobs
 from selfspec.serve.schemas import BYTES_PER_ITEM, ModelT, parse_body
 
 _Found = TypeVar("_Found")
@@ -45,9 +40,6 @@ _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 # Bytes of a body that is read faster than another thread is asked to.
 _SMALL_BODY = 2**15
-
-# The most places whose logits are in memory at once.
-_AT_ONCE = 128
 
 
 class Served:
@@ -96,7 +88,6 @@ class Served:
         self._compilers = ThreadPoolExecutor(2, "selfspec-grammars", _give_way)
         self._parser = ThreadPoolExecutor(1, "selfspec-parser")
         self._submitter = ThreadPoolExecutor(1, "selfspec-submitter")
-        self._scorer = ThreadPoolExecutor(1, "selfspec-scorer")
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     async def parse(self, http: Request, model: type[ModelT]) -> ModelT:
@@ -142,17 +133,6 @@ class Served:
                 "context_length_exceeded",
             )
 
-    async def score(self, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
-        """Find the log-probabilities of a prompt's tokens but the first; whoever waits no more ends that."""
-        if self.engine.spec.limits is not None:
-            raise ApiError(400, "echo with logprobs is not supported where layers are streamed; drop one", "echo")
-        left = threading.Event()
-        scored = partial(prompt_logprobs, self.engine.spec.model, prompt, top, left.is_set)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._scorer, in_own_thread, scored)
-        finally:
-            left.set()
-
     def check(self, model: str) -> None:
         """Refuse requests for another model, and all once the server stops."""
         if self.stopping or not self.engine.running:
@@ -169,7 +149,7 @@ class Served:
 
     def close(self) -> None:
         """End the threads that read."""
-        for threads in (self._parser, self._readers, self._compilers, self._submitter, self._scorer):
+        for threads in (self._parser, self._readers, self._compilers, self._submitter):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -210,61 +190,3 @@ class TokenTexts:
         if _REPLACEMENT in text and all(letter in _BYTES for letter in name):
             return bytes(_BYTES[letter] for letter in name)
         return text.encode()
-
-
-@dataclass(frozen=True)
-class PromptText:
-    """The text of a prompt, as the client sent it; of token ids, what they say, special tokens written out.
-
-    `pieces` are what each token wrote of it, side by side from the first letter on. A character of several tokens
-    belongs to the last; what the tokenizer puts around a text is not in it.
-    """
-
-    text: str
-    pieces: tuple[str, ...]
-
-
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> PromptText:
-    """Read a prompt: text, or token ids."""
-    if isinstance(prompt, str) and tokenizer.is_fast:
-        spans = tokenizer(prompt, return_offsets_mapping=True).offset_mapping
-        return PromptText(prompt, _cut(prompt, spans))
-    # Tokenizers in Python do not say where in a text a token stands.
-    ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-    stream = TextStream(tokenizer, (), special=not isinstance(prompt, str))
-    pieces = [piece for token in ids for piece in stream.push_apart([token])] + stream.finish_apart()
-    return PromptText("".join(pieces), tuple(pieces))
-
-
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Cut a text into what each token wrote: up to its end, but no further than where the next one begins."""
-    pieces, at = [], 0
-    for index, (start, end) in enumerate(spans):
-        if start == end:
-            # It stands for nothing in the text.
-            pieces.append("")
-            continue
-        following = next((begin for begin, until in spans[index + 1 :] if until > begin), end)
-        until = max(at, min(end, following))
-        pieces.append(text[at:until])
-        at = until
-    return tuple(pieces)
-
-
-@torch.no_grad()
-def prompt_logprobs(
-    model: PreTrainedModel, prompt: Sequence[int], top: int, ends: Callable[[], bool] = lambda: False
-) -> list[TokenLogprobs]:
-    """Read a prompt with the stock model: of each token but the first, its log-probability and the `top` likeliest.
-
-    It stops where it `ends`.
-    """
-    device = weight_of(model.get_input_embeddings()).device
-    ids = torch.tensor([list(prompt)], device=device)
-    found: list[TokenLogprobs] = []
-    following = ids[0, 1:].split(_AT_ONCE)
-    for tokens, logits in zip(following, block_logits(model, ids.split(_AT_ONCE, 1)), strict=False):
-        if ends():
-            break
-        found += token_logprobs(logits[: len(tokens)].float().log_softmax(-1), tokens, top)
-    return found

@@ -33,7 +33,6 @@ from selfspec.draft import (
 from selfspec.errors import DraftConfigError, UnsupportedOptionError
 from selfspec.serve.engine import Engine
 from selfspec.serve.row_request import OccurrencePenalty, RowRequest
-from selfspec.serve.served import prompt_logprobs
 
 SMALL = 24
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -225,12 +224,3 @@ def test_an_engine_takes_what_is_read_and_refuses_what_is_not_written() -> None:
             engine.submit(replace(request, options={"sequence_bias": {(refused,): 1.0}}))
     with pytest.raises(UnsupportedOptionError, match=f"logprobs must be an integer in 0..{HEAD}"):
         engine.submit(replace(request, logprobs=HEAD + 1))
-
-
-def test_a_prompt_scores_what_the_head_cannot_write_as_impossible() -> None:
-    model = narrow(tiny.llama())
-    found = prompt_logprobs(model, PROMPTS[0], 2)
-    logits = model(torch.tensor(PROMPTS[:1])).logits[0].detach().log_softmax(-1)
-    for place, (token, each) in enumerate(zip(PROMPTS[0][1:], found, strict=True)):
-        assert each.logprob == pytest.approx(float(logits[place, token]) if token < HEAD else -torch.inf, abs=1e-5)
-        assert [number for number, _ in each.top] == logits[place].topk(2).indices.tolist()

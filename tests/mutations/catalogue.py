@@ -655,10 +655,10 @@ CATALOGUE = (
         ("test_a_conversation_that_grew_shorter_forgets_what_was_rotated_for_its_length",)),
     Mutation("a wrapper runs graphs of a CUDA device for a model that has left it", "SelfSpeculative._follow_device",
         "self._wanted_runtime is None", "False", ("test_a_model_that_moves_runs_by_the_default_of_its_new_place",)),
-    # What the server says of a text.
+    # What the stock model says of a text.
     Mutation("a text is scored in pieces, each from an empty state", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
-        "tables_change(_1, _2, _3)", ("test_positions.py", "test_completions.py")),
+        "tables_change(_1, _2, _3)", ("test_positions.py",)),
     Mutation("a text is scored in pieces, the first of them by the tables of shorter texts", "block_logits",
         "tables_change(_1, _2, _3) or (with_states and any(width > 1 for width in widths[1:]))",
         "with_states and any(width > 1 for width in widths[1:])", ("test_positions.py",)),

@@ -131,23 +131,6 @@ def test_who_leaves_has_no_row(strict: Running, stream: bytes) -> None:
     assert after["cancelled"] == before.get("cancelled", 0) + 1
 
 
-def test_who_leaves_has_no_prompt_scored(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, ended = threading.Event(), threading.Event()
-
-    def scored(model: Any, prompt: Any, top: int, ends: Callable[[], bool]) -> list[Any]:
-        begun.set()
-        while not ends():
-            time.sleep(0.005)
-        ended.set()
-        return []
-
-    monkeypatch.setattr("selfspec.serve.served.prompt_logprobs", scored)
-    with opened(server) as connection:
-        connection.sendall(request(BODY % b', "echo": true, "logprobs": 1'))
-        assert begun.wait(10)
-    assert ended.wait(10)
-
-
 def test_a_page_of_another_site_reaches_no_local_server() -> None:
     """Its name may resolve to this machine: the header tells."""
     with running(hosts=("localhost", "127.0.0.1", "[::1]")) as server:

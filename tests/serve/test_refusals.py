@@ -41,7 +41,7 @@ def whole_outside(low: int, high: int) -> st.SearchStrategy[Any]:
 
 BOTH: dict[str, st.SearchStrategy[Any]] = {
     "model": NOT_TEXT,
-    "max_tokens": whole_outside(0, 10**6),
+    "max_tokens": whole_outside(1, 10**6),
     "temperature": outside(0, 2),
     "top_p": outside(0, 1),
     "top_k": whole_outside(-1, 10**400),
@@ -77,7 +77,7 @@ COMPLETIONS: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from([None, [], [[]], [-1], [10**6], [1, "a"], {"text": "a"}]),
     ),
     "logprobs": whole_outside(0, 20),
-    "echo": NOT_A_FLAG,
+    "echo": st.one_of(NOT_A_FLAG, st.just(True)),
     "best_of": whole_outside(1, 1),
     "suffix": st.text(min_size=1),
 }
@@ -176,8 +176,8 @@ BY_NAME: list[Any] = [
     (Running.complete, {"prompts": "a"}, "prompts", "unrecognized"),
     (Running.complete, {"prompt": "Lily " * 600}, "prompt", "beyond the context of 512"),
     (Running.complete, {"prompt": "Lily " * 100, "max_tokens": 500}, "max_tokens", "ask for at most"),
-    (Running.complete, {"max_tokens": 0}, "max_tokens", "echo"),
-    (Running.complete, {"max_tokens": 0, "echo": True, "stream": True}, "max_tokens", "stream"),
+    (Running.complete, {"max_tokens": 0}, "max_tokens", "greater"),
+    (Running.complete, {"echo": True, "logprobs": 1}, "echo", "False"),
     (Running.complete, {"n": 200}, "n", "128"),
     (Running.complete, {"prompt": ["a"] * 100, "n": 2}, "n", "128"),
     (Running.complete, {"prompt": []}, "prompt", "no list may be empty"),

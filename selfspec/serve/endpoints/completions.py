@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from selfspec.serve.choice import Choice, Counts, Piece, ScoredToken
+from selfspec.serve.choice import Choice, Piece, ScoredToken
 from selfspec.serve.endpoints.answering import (
     Body,
     ChoicesForm,
@@ -20,73 +19,47 @@ from selfspec.serve.endpoints.answering import (
     head_of,
     note_prompts,
     row_requests,
-    unless_gone,
-    usage,
 )
 from selfspec.serve.schemas import CompletionRequest
-from selfspec.serve.served import Served, TokenTexts, prompt_text
+from selfspec.serve.served import Served, TokenTexts
 
 DEFAULT_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class _Echo:
-    """What comes before an answer: its prompt and the log-probabilities of its tokens, where each is asked for."""
-
-    text: str = ""
-    logprobs: Body | None = None
 
 
 async def complete(served: Served, http: Request, request: CompletionRequest) -> Response:
     """Answer a request, with few tokens where it says nothing else."""
     work = await completion_work(served, http, request, DEFAULT_TOKENS)
-    rows, given, prompts = await row_requests(served, http, request, work), _given(request), work.prompts
+    rows = await row_requests(served, http, request, work)
+    # Letters that the tokens of each answer, as far as they were sent, write.
+    written = [0] * len(rows)
+
+    def choice(index: int, new: Piece | Choice) -> Body:
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = _logprobs(served.texts, new.scored, written[index])
+            written[index] += sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": new.text, "logprobs": logprobs, "finish_reason": new.finish_reason}
+
     head = head_of(served, http, "cmpl", "text_completion")
-    of_prompts = [
-        await unless_gone(http, _echo(served, request, each, ids)) for each, ids in zip(given, prompts, strict=True)
-    ]
-    # One for each of the n answers to a prompt.
-    echoes = [echo for echo in of_prompts for _ in range(len(rows) // len(prompts))]
-    if request.max_tokens == 0:
-        choices = [_choice(index, echo.text, echo.logprobs, "length") for index, echo in enumerate(echoes)]
-        return JSONResponse({**head, "choices": choices, "usage": usage(work.prompt_tokens, Counts())})
-
-    def logprobs(scored: Sequence[ScoredToken], echo: _Echo) -> Body | None:
-        return None if request.logprobs is None else _logprobs(served.texts, scored, len(echo.text))
-
-    def chunk(index: int, new: Piece) -> Body:
-        return _choice(index, new.text, logprobs(new.scored, echoes[index]), new.finish_reason)
-
-    def whole(index: int, choice: Choice) -> Body:
-        echo = echoes[index]
-        scored = _joined(echo.logprobs, logprobs(choice.scored, echo))
-        return _choice(index, echo.text + choice.text, scored, choice.finish_reason)
-
-    opening = [_choice(index, echo.text, echo.logprobs, None) for index, echo in enumerate(echoes) if request.echo]
-    form = ChoicesForm(head, work.prompt_tokens, opening, chunk, whole, request.stream_options)
+    form = ChoicesForm(head, work.prompt_tokens, (), choice, choice, request.stream_options)
     return await answer(served, http, request, work, rows, form)
 
 
 async def completion_work(served: Served, http: Request, request: CompletionRequest, default: int | None) -> Work:
     """Read prompts into what the engine has to do: by default `default` tokens, or as many as there is room for."""
     served.check(request.model)
-    prompts = await served.read(lambda: _prompt_ids(served, _given(request)))
+    prompts = await served.read(lambda: _prompt_ids(served, request.prompt))
     note_prompts(served, http, prompts, prompts=request.prompt)
     asked = request.max_tokens
     if asked is None and default is not None:
         room = served.engine.longest - max(map(len, prompts))
-        asked = min(default, room, served.limits.new_tokens or default)
-    return Work(prompts, None if asked is None else max(asked, 1), "prompt", request.logprobs, request.wanted)
+        asked = max(min(default, room, served.limits.new_tokens or default), 1)
+    return Work(prompts, asked, "prompt", request.logprobs, request.wanted)
 
 
-def _given(request: CompletionRequest) -> list[str | list[int]]:
-    """Return each prompt, as it was sent: text or token ids."""
-    given: Any = request.prompt
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
-
-
-def _prompt_ids(served: Served, given: Sequence[str | Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt."""
+def _prompt_ids(served: Served, asked: Any) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt, which is text or token ids."""
+    given: list[str | list[int]] = [asked] if isinstance(asked, str) or isinstance(asked[0], int) else asked
     for prompt in given:
         if isinstance(prompt, str):
             served.check_text(prompt, "prompt")
@@ -99,40 +72,13 @@ def _prompt_ids(served: Served, given: Sequence[str | Sequence[int]]) -> list[tu
     ]
 
 
-async def _echo(served: Served, request: CompletionRequest, given: str | Sequence[int], prompt: Sequence[int]) -> _Echo:
-    """Read a prompt, as it was given and as token ids, for what comes before its answers."""
-    if not request.echo:
-        return _Echo()
-    shown = await served.read(lambda: prompt_text(served.tokenizer, given))
-    if request.logprobs is None:
-        return _Echo(shown.text)
-    of_prompt = await served.score(prompt, request.logprobs)
-    # The bos token of an empty text writes nothing.
-    first, *pieces = shown.pieces or ("",)
-    offsets = accumulate(map(len, pieces), initial=len(first))
-    scored = [ScoredToken(*each) for each in zip(prompt[1:], of_prompt, pieces, offsets, strict=False)]
-    # Nothing says how likely the first token is.
-    alone: Body = {"text_offset": [0], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
-    return _Echo(shown.text, _joined(alone, _logprobs(served.texts, scored, 0)))
-
-
-def _choice(index: int, text: str, logprobs: Body | None, reason: str | None) -> Body:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _joined(before: Body | None, logprobs: Body | None) -> Body | None:
-    """Join the log-probabilities of a prompt and of its answer."""
-    if before is None or logprobs is None:
-        return logprobs
-    return {name: before[name] + found for name, found in logprobs.items()}
-
-
 def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> Body:
     """Write log-probabilities of tokens in the form of completions; `before` characters precede them."""
+    tokens = [texts.text(each.token) for each in scored]
     return {
-        "text_offset": [before + each.offset for each in scored],
+        "text_offset": [*accumulate(map(len, tokens), initial=before)][:-1],
         "token_logprobs": [finite(each.logprobs.logprob) for each in scored],
-        "tokens": [each.text for each in scored],
+        "tokens": tokens,
         "top_logprobs": [_top(texts, each) for each in scored],
     }
 
@@ -140,7 +86,6 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> 
 def _top(texts: TokenTexts, scored: ScoredToken) -> dict[str, float]:
     """Map the likeliest tokens, and the chosen one, by their text. Of equal texts the likeliest is kept."""
     top: dict[str, float] = {}
-    for token, value in scored.logprobs.top:
-        top.setdefault(scored.text if token == scored.token else texts.text(token), finite(value))
-    top.setdefault(scored.text, finite(scored.logprobs.logprob))
+    for token, value in (*scored.logprobs.top, (scored.token, scored.logprobs.logprob)):
+        top.setdefault(texts.text(token), finite(value))
     return top
