@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,7 +70,9 @@ class Batching:
 class Bounds:
     """Limits."""
 
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Refuse larger bodies with 413.")] = "4MiB"
+    max_body: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Refuse larger bodies with 413; by default 4MiB, of sound 25MiB.")
+    ] = None
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Write at most N tokens; by default what the context has room for.")
     ] = None
@@ -100,6 +102,14 @@ class Serving:
     context: int
 
 
+def _check_installed(*libraries: str) -> None:
+    for library in libraries:
+        if find_spec(library) is None:
+            raise UnsupportedOptionError(
+                f"serving needs {library}, which is not installed; run: pip install 'selfspec[serve]'"
+            )
+
+
 def serve(
     model: ModelOptions,
     address: Address,
@@ -116,11 +126,7 @@ def serve(
     Every answer is what the model writes alone, whatever runs beside it. The log is JSON, one line a request, on
     stderr; /docs shows all endpoints. SIGTERM and Ctrl-C finish what runs.
     """
-    for library in ("fastapi", "fastapi_offline", "prometheus_client", "uvicorn"):
-        if find_spec(library) is None:
-            raise UnsupportedOptionError(
-                f"serving needs {library}, which is not installed; run: pip install 'selfspec[serve]'"
-            )
+    _check_installed("fastapi", "fastapi_offline", "prometheus_client", "uvicorn")
     keys = address.api_key or ()
     if "" in keys:
         raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
@@ -129,14 +135,16 @@ def serve(
     source = read_template(template)
     drafting.check(model, budget)
 
+    from selfspec.model.checkpoint import read_config
     from selfspec.placement.plan import parse_bytes
     from selfspec.serve.app import create_app, listen, run
     from selfspec.serve.client_limits import ServerLimits
     from selfspec.serve.engine import Engine
-    from selfspec.serve.served import Served
+    from selfspec.serve.served import Served, ServedModel
 
+    hears = read_config(model.place).is_encoder_decoder
     limits = ServerLimits(
-        body_bytes=parse_bytes("--max-body", bounds.max_body),
+        body_bytes=parse_bytes("--max-body", bounds.max_body or ("25MiB" if hears else "4MiB")),
         new_tokens=bounds.max_new_tokens,
         answers=bounds.max_answers,
         request_seconds=bounds.request_seconds,
@@ -148,23 +156,25 @@ def serve(
     with listen(address.host, address.port) as bound:
         loaded = drafting.load(model, budget, drafting.control())
         name = address.name or model.model
-        engine = Engine(
-            loaded.spec,
-            max_rows=batching.max_rows,
-            cache_bytes=cache_bytes,
-            prefill_tokens=batching.prefill_tokens,
-            max_waiting=batching.max_waiting,
-            kept_bytes=kept_bytes,
-        )
-        served = Served(
-            engine,
-            loaded.tokenizer,
-            name,
-            template=source,
-            limits=limits,
-            log_text=log_text,
-            aliases=address.alias or (),
-        )
+        named: dict[str, Any] = {"limits": limits, "log_text": log_text, "aliases": address.alias or ()}
+        served: ServedModel
+        if hears:
+            _check_installed("soundfile", "python_multipart")
+            from selfspec.serve.endpoints.transcriptions import ServedSpeech
+            from selfspec.serve.transcriber import Transcriber
+
+            hearer = Transcriber(loaded.spec, loaded.tokenizer, model.place, batching.max_waiting)
+            served = ServedSpeech(hearer, name, **named)
+        else:
+            engine = Engine(
+                loaded.spec,
+                max_rows=batching.max_rows,
+                cache_bytes=cache_bytes,
+                prefill_tokens=batching.prefill_tokens,
+                max_waiting=batching.max_waiting,
+                kept_bytes=kept_bytes,
+            )
+            served = Served(engine, loaded.tokenizer, name, template=source, **named)
         local = ipaddress.ip_address(bound.getsockname()[0]).is_loopback
         # A proxy keeps the name that it was asked by, and a page does not know the key.
         open_here = local and not keys
@@ -175,10 +185,10 @@ def serve(
 
         def ready() -> None:
             if output == "json":
-                print_json(Serving(url, name, engine.longest))
+                print_json(Serving(url, name, served.engine.longest))
                 return
             said = [f"{name} is served at {url}/v1, described at {url}/docs; Ctrl-C stops"]
-            if served.template is None:
+            if isinstance(served, Served) and served.template is None:
                 said.append("note: there is no chat template; --template FILE gives one")
             if not keys and not local:
                 said.append("note: anyone who reaches this address may ask; --api-key KEY asks for a key")

@@ -32,7 +32,7 @@ from selfspec.serve.endpoints.ollama import OllamaChat, OllamaGenerate, ShowRequ
 from selfspec.serve.endpoints.responses import ResponsesRequest, respond
 from selfspec.serve.monitoring import LOG_CONFIG, LOGGER, RequestLog
 from selfspec.serve.schemas import ChatCompletionRequest, CompletionRequest, Refusal
-from selfspec.serve.served import Served
+from selfspec.serve.served import Served, ServedModel
 from selfspec.version import __version__
 
 _REFUSED: dict[int | str, dict[str, Any]] = {
@@ -47,12 +47,13 @@ _INTERRUPTED = 130
 
 
 class _Door(NamedTuple):
-    """An endpoint that takes JSON: its path, what it is for, its fields, and what answers."""
+    """An endpoint: its path, what it is for, its fields, what answers, and how the fields are sent."""
 
     path: str
     summary: str
     fields: type[BaseModel]
-    answer: Callable[[Served, Request, Any], Awaitable[Response | dict[str, Any]]]
+    answer: Callable[[Any, Request, Any], Awaitable[Response | dict[str, Any]]]
+    sent: str = "application/json"
 
 
 _DOORS = (
@@ -67,8 +68,18 @@ _DOORS = (
 )
 
 
+def _doors(served: ServedModel) -> Sequence[_Door]:
+    if isinstance(served, Served):
+        return _DOORS
+    # Who serves no sound needs none of its libraries.
+    from selfspec.serve.endpoints.transcriptions import TranscriptionRequest, transcribe
+
+    path, form = "/v1/audio/transcriptions", "multipart/form-data"
+    return [_Door(path, "Write what is said in a sound", TranscriptionRequest, transcribe, form)]
+
+
 def create_app(
-    served: Served,
+    served: ServedModel,
     api_keys: Sequence[str] = (),
     stop_seconds: float | None = 30.0,
     origins: Sequence[str] = (),
@@ -102,9 +113,11 @@ def create_app(
     )
     app.include_router(_operation(served))
     app.include_router(_models(served))
-    app.include_router(listings(served))
-    for door in _DOORS:
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{door.fields.__name__}"}}}
+    if isinstance(served, Served):
+        app.include_router(listings(served))
+    doors, app.state.origins = _doors(served), origins
+    for door in doors:
+        content = {door.sent: {"schema": {"$ref": f"#/components/schemas/{door.fields.__name__}"}}}
         app.add_api_route(
             door.path,
             _endpoint(served, door),
@@ -120,7 +133,7 @@ def create_app(
     def openapi() -> dict[str, Any]:
         # Bodies are read after they were counted, so FastAPI knows none of their fields.
         where, found = "#/components/schemas/{model}", described()
-        _, fields = models_json_schema([(door.fields, "validation") for door in _DOORS], ref_template=where)
+        _, fields = models_json_schema([(door.fields, "validation") for door in doors], ref_template=where)
         found["components"]["schemas"] |= fields["$defs"]
         return found
 
@@ -134,14 +147,14 @@ def create_app(
     return app
 
 
-def _endpoint(served: Served, door: _Door) -> Callable[[Request], Awaitable[Response | dict[str, Any]]]:
+def _endpoint(served: ServedModel, door: _Door) -> Callable[[Request], Awaitable[Response | dict[str, Any]]]:
     async def endpoint(http: Request) -> Response | dict[str, Any]:
         return await door.answer(served, http, await served.parse(http, door.fields))
 
     return endpoint
 
 
-def _operation(served: Served) -> APIRouter:
+def _operation(served: ServedModel) -> APIRouter:
     """Answer what operators ask: is it alive, does it take requests, how is it doing."""
     router = APIRouter(tags=["operation"])
 
@@ -168,7 +181,7 @@ def _operation(served: Served) -> APIRouter:
     return router
 
 
-def _models(served: Served) -> APIRouter:
+def _models(served: ServedModel) -> APIRouter:
     """Tell which model there is."""
     router = APIRouter(prefix="/v1/models", tags=["operation"], responses=_REFUSED)
 
@@ -217,7 +230,9 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float, ready: Callable[[], None]) -> None:
+def run(
+    app: FastAPI, served: ServedModel, bound: socket.socket, stop_seconds: float, ready: Callable[[], None]
+) -> None:
     """Serve on what `listen` bound, and call `ready` once requests are taken.
 
     SIGTERM or SIGINT: take no more requests, finish those that run, and end the process within `stop_seconds`, whatever
@@ -241,7 +256,9 @@ def run(app: FastAPI, served: Served, bound: socket.socket, stop_seconds: float,
 class _Server(PacedServer):
     """Tells when it is ready; once it is told to stop, it refuses requests, and the process ends in time."""
 
-    def __init__(self, config: uvicorn.Config, served: Served, stop_seconds: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, served: ServedModel, stop_seconds: float, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config, served.limits)
         self._served = served
         self._stop_seconds = stop_seconds

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from selfspec.serve.engine import Engine
 from selfspec.serve.grammar import Grammar, Grammars, Wanted
 from selfspec.serve.monitoring import Metrics
 from selfspec.serve.schemas import BYTES_PER_ITEM, ModelT, parse_body
+from selfspec.serve.transcriber import Transcriber
 
 _Found = TypeVar("_Found")
 
@@ -42,16 +44,58 @@ _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _SMALL_BODY = 2**15
 
 
-class Served:
+class ServedModel(ABC):
     """A model with its engine, which starts with the app; clients ask for it by its name, or by one of `aliases`.
 
+    With `log_text`, what is asked and answered is logged.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Transcriber,
+        name: str,
+        *,
+        limits: ServerLimits | None = None,
+        log_text: bool = False,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        self.engine, self.name, self.names = engine, name, (name, *aliases)
+        self.limits = limits or ServerLimits()
+        self.log_text = log_text
+        self.stopping = False
+        self.created = int(time.time())
+        self.metrics = Metrics(name, engine.stats)
+        self._threads: Sequence[ThreadPoolExecutor] = ()
+
+    @abstractmethod
+    async def parse(self, http: Request, model: type[ModelT]) -> ModelT:
+        """Read the body of a request. ApiError: it is refused."""
+
+    def check(self, model: str) -> None:
+        """Refuse requests for another model, and all once the server stops."""
+        if self.stopping or not self.engine.running:
+            raise stopping_error()
+        # As Ollama's clients name what has no other tag.
+        if model not in self.names and model.removesuffix(":latest") not in self.names:
+            raise unknown_model(model, self.name)
+
+    def close(self) -> None:
+        """End its own threads."""
+        for threads in self._threads:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Served(ServedModel):
+    """A model that goes on with texts.
+
     `template` replaces the tokenizer's own chat template; without either, chats are refused. The model writes tokens
-    below `vocabulary` and reads those below `readable`, which may be more. With `log_text`, prompts and answers are
-    logged.
+    below `vocabulary` and reads those below `readable`, which may be more.
 
     Raises:
         CheckpointError: the template cannot be rendered.
     """
+
+    engine: Engine
 
     def __init__(
         self,
@@ -64,30 +108,26 @@ class Served:
         log_text: bool = False,
         aliases: Sequence[str] = (),
     ) -> None:
+        super().__init__(engine, name, limits=limits, log_text=log_text, aliases=aliases)
         spec = engine.spec
         ends = spec.generation_config.eos_token_id
-        self.engine, self.tokenizer, self.name = engine, tokenizer, name
-        self.names = (name, *aliases)
+        self.tokenizer = tokenizer
         has_template = template is not None or tokenizer.chat_template
         self.template = ChatTemplate(tokenizer, template) if has_template else None
-        self.limits = limits or ServerLimits()
-        self.log_text = log_text
-        self.stopping = False
         # Conversations as JSON, by the ids of the answers that they end with; the last used one is last.
         self.stored: OrderedDict[str, str] = OrderedDict()
-        self.created = int(time.time())
         self.vocabulary = vocabulary_size(spec.model)
         self.readable: int = weight_of(spec.model.get_input_embeddings()).shape[0]
         self.end_tokens = frozenset() if ends is None else frozenset(ends if isinstance(ends, list) else [ends])
         self.texts = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
-        self.metrics = Metrics(name, engine.stats)
         # Whoever brings much to read or to compile keeps nobody waiting but those who bring much, too. Tokenizers in
         # Python are not made for several threads.
         self._readers = ThreadPoolExecutor(4 if tokenizer.is_fast else 1, "selfspec-readers")
         self._compilers = ThreadPoolExecutor(2, "selfspec-grammars", _give_way)
         self._parser = ThreadPoolExecutor(1, "selfspec-parser")
         self._submitter = ThreadPoolExecutor(1, "selfspec-submitter")
+        self._threads = (self._readers, self._compilers, self._parser, self._submitter)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     async def parse(self, http: Request, model: type[ModelT]) -> ModelT:
@@ -133,24 +173,11 @@ class Served:
                 "context_length_exceeded",
             )
 
-    def check(self, model: str) -> None:
-        """Refuse requests for another model, and all once the server stops."""
-        if self.stopping or not self.engine.running:
-            raise stopping_error()
-        # As Ollama's clients name what has no other tag.
-        if model not in self.names and model.removesuffix(":latest") not in self.names:
-            raise unknown_model(model, self.name)
-
     def check_tokens(self, tokens: Sequence[int], field: str, vocabulary: int) -> None:
         """Refuse token ids of a request's field that are not below `vocabulary`."""
         wrong = max(tokens, default=0)
         if wrong >= vocabulary:
             raise ApiError(400, f"{field}: token id {wrong} is outside the vocabulary 0..{vocabulary - 1}", field)
-
-    def close(self) -> None:
-        """End the threads that read."""
-        for threads in (self._parser, self._readers, self._compilers, self._submitter):
-            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _give_way() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
@@ -111,7 +112,13 @@ def running(
     spec = selfspec.wrap(model, draft=draft, draft_length=3)
     engine_of = selfspec.Engine(spec, **engine)
     served = Served(engine_of, tokenizer, NAME, template=template, limits=limits, log_text=log_text, aliases=aliases)
-    app = create_app(served, api_keys, 30, origins, hosts)
+    with listening(create_app(served, api_keys, 30, origins, hosts), served.limits) as port:
+        yield Running(port, served, spec, tokenizer)
+
+
+@contextmanager
+def listening(app: FastAPI, limits: ServerLimits) -> Iterator[int]:
+    """Serve an application on a free port of the loopback, in a thread."""
     config = uvicorn.Config(
         app,
         port=0,
@@ -122,15 +129,14 @@ def running(
         access_log=False,
         timeout_graceful_shutdown=30,
     )
-    server = PacedServer(config, served.limits)
+    server = PacedServer(config, limits)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), name="test-server")
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive()
             threading.Event().wait(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(port, served, spec, tokenizer)
+        yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         thread.join(30)

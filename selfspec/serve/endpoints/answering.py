@@ -270,7 +270,7 @@ async def answer(
         answering.cancel()
         raise
     if request.stream:
-        return _Stream(answering, _events(http, answering, form), form.media_type)
+        return Stream(answering.cancel, _events(http, answering, form), form.media_type)
 
     async def run() -> None:
         async for _ in answering.pieces(http):
@@ -318,19 +318,21 @@ async def _gone(http: Request) -> None:
         pass
 
 
-class _Stream(StreamingResponse):
-    """Events that are sent as they come. Whatever ends it, even before the first event, ends the answers."""
+class Stream(StreamingResponse):
+    """Events that are sent as they come. Whatever ends it, even before the first event, cancels the work."""
 
-    def __init__(self, answering: Answering, events: AsyncIterator[str], media_type: str) -> None:
+    def __init__(
+        self, cancel: Callable[[], None], events: AsyncIterator[str], media_type: str = Form.media_type
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, media_type=media_type, headers=headers)
-        self._answering = answering
+        self._cancel = cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answering.cancel()
+            self._cancel()
 
 
 def event(content: Body, name: str | None = None) -> str:
