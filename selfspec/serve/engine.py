@@ -178,8 +178,8 @@ class Engine:
             waiting = len(self._incoming) + self._scheduler.waiting
             if waiting >= self._max_waiting:
                 raise QueueFullError(f"{waiting} requests wait, the most that may; try again later")
-            for row, ticket in zip(rows, tickets, strict=True):
-                self._incoming.append(Entry(self._arrivals, ticket, row, row.length))
+            for row, ticket, request in zip(rows, tickets, requests, strict=True):
+                self._incoming.append(Entry(self._arrivals, ticket, row, row.length, request.drafts))
                 self._arrivals += 1
             self._changed.notify_all()
         return tickets

@@ -226,7 +226,7 @@ class RowDecoder:
         self._runner = None
 
     @torch.no_grad()
-    def round(self, batch: Batch) -> Round:
+    def round(self, batch: Batch, may_draft: bool = True) -> Round:
         """Run a round of a batch with room for it, and return the tokens that each row committed."""
         greedy = sum(group.sampling.greedy for group in batch.groups)
         mostly = 2 * greedy >= len(batch.groups)
@@ -234,8 +234,8 @@ class RowDecoder:
         predicts = any(any(group.predictions) for group in batch.groups)
         few = drafting.most_rows is None or rows <= drafting.most_rows
         # Nothing stops drafts while a row has a prediction.
-        gate = self._gates[mostly] if few and not predicts else None
-        drafts = predicts or (few and (gate is None or gate.opens(rows)))
+        gate = self._gates[mostly] if may_draft and few and not predicts else None
+        drafts = may_draft and (predicts or (few and (gate is None or gate.opens(rows))))
         batch.controller = drafting.controller if drafts else self._plain
         rule = default_rule(greedy=True) if batch.sampling.decided else self._rule or default_rule(greedy=False)
         drafted, began = self.stats.drafted, time.perf_counter()

@@ -44,6 +44,7 @@ class RowRequest:
             chosen one; None: nothing is.
         prediction: token ids that the new text is expected to be, which are drafted ahead of all other drafts; they
             change speed alone. None: nothing is predicted.
+        drafts: whether anything drafts for it; such rows and others wait for each other.
     """
 
     input_ids: tuple[int, ...]
@@ -52,6 +53,7 @@ class RowRequest:
     seed: int | None = None
     logprobs: int | None = None
     prediction: tuple[int, ...] | None = None
+    drafts: bool = True
 
     @property
     def kind(self) -> Hashable:

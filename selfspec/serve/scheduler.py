@@ -32,13 +32,15 @@ class Entry:
 
     Its `number` is that of its arrival: the lower, the longer it has waited. Kept caches held `cached` tokens of its
     prompt. `passed` requests with short prompts overtook it; its caller was `told` so many tokens. `prefill` reads its
-    text, once that has begun; it is a `suspect` since a round with its row failed, until it has run in another.
+    text, once that has begun; it is a `suspect` since a round with its row failed, until it has run in another. It runs
+    beside others that draft, or do not, as its own does.
     """
 
     number: int
     ticket: Ticket
     row: Group
     prompt_tokens: int
+    drafts: bool = True
     drafted: int = 0
     accepted: int = 0
     cached: int = 0
@@ -97,7 +99,7 @@ class Scheduler:
         try:
             self._admit()
             self._make_room()
-            committed = None if self._batch is None else self._decoder.round(self._batch)
+            committed = None if self._batch is None else self._decoder.round(self._batch, self._running[0].drafts)
         except Exception as error:
             # Whatever state the batch was left in, no row can go on from it.
             self._find_failing(error)
@@ -217,6 +219,8 @@ class Scheduler:
         """Return whether a request may be read beside the rows that run."""
         longest = max((each.row.length for each in self._running), default=0)
         if longest and self._decoder.tables(longest) != self._decoder.tables(entry.row.length):
+            return False
+        if any(each.drafts != entry.drafts for each in self._running):
             return False
         return self._budget.admits(len(self._running), longest, entry.row.length, entry.row.remaining(0))
 

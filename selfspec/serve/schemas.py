@@ -253,6 +253,7 @@ class GenerationFields(Hints):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[Many[Token], Field(max_length=MOST_STOPS)] | None = None
+    draft: Literal["none"] | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationFields:

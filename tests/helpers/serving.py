@@ -44,12 +44,12 @@ class Stepped:
         self._arrivals = 0
 
     def submit(self, request: RowRequest) -> Seen:
-        return self.submit_row(self._decoder.row(request))
+        return self.submit_row(self._decoder.row(request), request.drafts)
 
-    def submit_row(self, row: Group) -> Seen:
+    def submit_row(self, row: Group, drafts: bool = True) -> Seen:
         seen = Seen()
         assert row.longest <= self.budget.longest
-        self.scheduler.add(Entry(self._arrivals, seen.ticket, row, row.length))
+        self.scheduler.add(Entry(self._arrivals, seen.ticket, row, row.length, drafts))
         self._arrivals += 1
         return seen
 

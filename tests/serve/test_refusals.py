@@ -55,6 +55,7 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
     "presence_penalty": outside(-2, 2),
     "frequency_penalty": outside(-2, 2),
     "repetition_penalty": st.one_of(outside(0, 10), st.just(0)),
+    "draft": st.one_of(NOT_TEXT, st.just("int8")),
     "stop_token_ids": st.one_of(st.text(), st.integers(), st.just([-1]), st.just([10**8]), st.just(["a"])),
     "ignore_eos": NOT_A_FLAG,
     "min_tokens": st.one_of(whole_outside(0, 10**6), st.just(100)),

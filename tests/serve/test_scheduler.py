@@ -499,6 +499,18 @@ def test_only_as_many_rows_as_pay_have_drafts(model: PreTrainedModel) -> None:
         assert {len(each.tokens) for each in seen} == {12}
 
 
+def test_a_row_that_wants_no_draft_has_none(model: PreTrainedModel) -> None:
+    engine = Stepped(selfspec.wrap(model, "exit:1", draft_length=3))
+    requests = [RowRequest(text_of(4, number), 12, ENDLESS, drafts=number != 1) for number in range(3)]
+    seen = [engine.submit(request) for request in requests]
+    engine.run()
+    for request, each in zip(requests, seen, strict=True):
+        assert each.tokens == alone(model, Asked(request))
+        rounds = [event.drafted for event in each.events if isinstance(event, Committed)]
+        assert (sum(rounds) > 0) is request.drafts
+    assert engine.scheduler.stats().plain_rounds >= 12
+
+
 def test_rows_that_come_and_go_are_judged_by_what_they_gain_on_average() -> None:
     costs = Costs(draft=0.1, widening=0.01)
     controller = selfspec.CostAware().begin_by_load(costs)

@@ -163,6 +163,7 @@ async def row_requests(served: Served, http: Request, request: GenerationFields,
                 _seed(request.seed, index),
                 work.logprobs,
                 predicted,
+                request.draft is None,
             )
             for prompt, most in zip(prompts, longest, strict=True)
             for index in range(request.n or 1)
