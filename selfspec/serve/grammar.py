@@ -243,14 +243,15 @@ class GrammarProcessor(LogitsProcessor):
 class Grammars:
     """Compiles what answers have to fit, in bounded steps; end tokens may end an answer once its grammar is complete.
 
-    It loads llguidance at once: an import amid requests would hold up all of them. Several threads may use it.
+    It loads llguidance at once: an import amid requests would hold up all of them. Several threads may use it. `tokens`
+    is the vocabulary as llguidance reads it; None: it cannot.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, end_tokens: frozenset[int]) -> None:
         # Those that no text is written with.
         special = ((number, token) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._special = {str(token): number for number, token in special}
-        self._tokens: Any = None
+        self.tokens: Any = None
         self._why_not = ""
         try:
             import llguidance
@@ -258,7 +259,7 @@ class Grammars:
 
             self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
             ends = sorted(token for token in end_tokens if token < vocabulary) or None
-            self._tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
+            self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
         except ImportError:
             self._why_not = "needs llguidance where the server runs: pip install llguidance"
         # What it raises of a tokenizer that it cannot read is its own.
@@ -274,7 +275,7 @@ class Grammars:
             UnsupportedOptionError: it is too large, takes too many steps, has a keyword that is not held, or nothing
                 fits it.
         """
-        if self._tokens is None:
+        if self.tokens is None:
             raise UnsupportedOptionError(f"response_format {self._why_not}")
         from llguidance import LLMatcher
 
@@ -292,7 +293,7 @@ class Grammars:
 
         if len(source) > MOST_CHARACTERS:
             raise UnsupportedOptionError(f"response_format: it has more than {MOST_CHARACTERS} characters")
-        matcher = LLMatcher(self._tokens, source, log_level=0, limits=self._limits)
+        matcher = LLMatcher(self.tokens, source, log_level=0, limits=self._limits)
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
         # Behind the reason it shows lines of the grammar.
         said = " ".join(re.split(r"\n *\d+ \||<non-verbose/>", matcher.get_error())[0].split())

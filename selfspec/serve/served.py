@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import threading
 import time
@@ -17,9 +16,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from selfspec.decode.text_stream import continuation
 from selfspec.errors import SelfSpecError
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknown_model
@@ -32,13 +29,6 @@ from selfspec.serve.schemas import BYTES_PER_ITEM, ModelT, parse_body
 from selfspec.serve.transcriber import Transcriber
 
 _Found = TypeVar("_Found")
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-# The letters in which byte-level vocabularies write bytes.
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 # Bytes of a body that is read faster than another thread is asked to.
 _SMALL_BODY = 2**15
@@ -119,8 +109,8 @@ class Served(ServedModel):
         self.vocabulary = vocabulary_size(spec.model)
         self.readable: int = weight_of(spec.model.get_input_embeddings()).shape[0]
         self.end_tokens = frozenset() if ends is None else frozenset(ends if isinstance(ends, list) else [ends])
-        self.texts = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, self.end_tokens)
+        self.texts = TokenTexts(tokenizer, self.grammars)
         # Whoever brings much to read or to compile keeps nobody waiting but those who bring much, too. Tokenizers in
         # Python are not made for several threads.
         self._readers = ThreadPoolExecutor(4 if tokenizer.is_fast else 1, "selfspec-readers")
@@ -187,33 +177,17 @@ def _give_way() -> None:
 
 
 class TokenTexts:
-    """Bytes and text of tokens, each computed once."""
+    """Bytes and text of tokens, as llguidance reads a tokenizer; where it cannot, as tokens decode alone."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
-        # Text in front of a token: decoded alone, a token may lose its first space.
-        self._before: list[int] = tokenizer("a", add_special_tokens=False).input_ids
-        self._known: dict[int, bytes] = {}
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, grammars: Grammars) -> None:
+        self._tokenizer, self._read = tokenizer, grammars.tokens
 
     def raw(self, token: int) -> bytes:
-        """Return the bytes of a token's text."""
-        if token not in self._known:
-            self._known[token] = self._read(token)
-        return self._known[token]
+        """Return the bytes of a token's text; of a special token, its name."""
+        if self._read is None:
+            return str(self._tokenizer.decode([token])).encode()
+        return bytes(self._read.decode_bytes([token]))
 
     def text(self, token: int) -> str:
         """Return a token's text; what is no whole character is replaced."""
         return self.raw(token).decode("utf-8", errors="replace")
-
-    def _read(self, token: int) -> bytes:
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        if name is None or token in self._special:
-            return str(name or "").encode()
-        byte = _BYTE_TOKEN.fullmatch(name)
-        if byte:
-            return bytes([int(byte[1], 16)])
-        text = continuation(self._tokenizer, self._before, [token])
-        if _REPLACEMENT in text and all(letter in _BYTES for letter in name):
-            return bytes(_BYTES[letter] for letter in name)
-        return text.encode()

@@ -21,6 +21,7 @@ from selfspec.decode.text_stream import continuation
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.choice import Choice, Counts, StopStrings
 from selfspec.serve.events import Committed, Finished, TokenLogprobs
+from selfspec.serve.grammar import Grammars
 from selfspec.serve.served import TokenTexts
 
 PROMPTS = ("Once upon a time", "Tom had a big red ball.", "One day, a dog")
@@ -290,7 +291,7 @@ TEXTS = st.text("on ce,\n\u00eb\N{PARTY POPPER}END", max_size=8)
 @pytest.mark.parametrize("kind", ["byte fallback", "byte level"])
 def test_bytes_of_tokens_make_the_text(kind: str) -> None:
     tokenizer = tiny.tokenizer() if kind == "byte level" else AutoTokenizer.from_pretrained(checkpoint_folder())
-    texts = TokenTexts(tokenizer)
+    texts = TokenTexts(tokenizer, Grammars(tokenizer, len(tokenizer), frozenset()))
     for text in ("Once upon a time", "naïve 日本 🎉", "a\n b"):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert b"".join(map(texts.raw, ids)).decode().lstrip() == text
