@@ -355,6 +355,7 @@ class DraftingOptions:
         Within a budget the default draft is what promises most there.
         """
         from selfspec.api import wrap
+        from selfspec.decode.generation import has_own_generate
         from selfspec.draft import Drafter
         from selfspec.measure.checkpoint import Use
         from selfspec.measure.stock import bare
@@ -363,7 +364,9 @@ class DraftingOptions:
         if budget.memory is None:
             use = Use(self.drafter if isinstance(self.drafter, Drafter) else None, text)
             checkpoint = model.load(use if new_tokens is None else replace(use, new_tokens=new_tokens))
-            spec = wrap(bare(checkpoint.model), draft=self.drafter, draft_length=control)
+            # A `generate` of the model's own reads how it transcribes out of its defaults.
+            given = checkpoint.model if has_own_generate(checkpoint.model) else bare(checkpoint.model)
+            spec = wrap(given, draft=self.drafter, draft_length=control)
             return Loaded(spec, checkpoint.tokenizer)
         tokenizer = load_tokenizer(model.place)
         best = self.draft is None or self.draft.strip() == self.by_default == _BEST
