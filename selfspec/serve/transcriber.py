@@ -32,7 +32,7 @@ class LeftError(Exception):
 
 
 class Hearing(StoppingCriteria):
-    """Follows one transcription: hands text to `said` once it is certain, and ends it once it is `cancelled`.
+    """Follows one transcription: hands what is new of its `text` to `said` once it is certain, until it is cancelled.
 
     `said` is called on the transcriber's thread, and must return at once.
     """
@@ -44,10 +44,14 @@ class Hearing(StoppingCriteria):
         self.language = "en"
         self.read: Callable[[list[int]], str] = str
         self.first_time = 0
-        # Tokens that are kept of earlier pieces, those of the piece that is heard, and the letters that were handed on.
+        self.text = ""
+        # Tokens that are kept of earlier pieces, and those of the piece that is heard.
         self._kept: list[int] = []
         self._piece: list[int] = []
-        self._given = 0
+
+    def cancel(self) -> None:
+        """End it at its next token."""
+        self.cancelled = True
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Take the tokens of a piece, `[1, tokens]`, as they grow; return False, `[1]`. LeftError: it is cancelled."""
@@ -70,9 +74,9 @@ class Hearing(StoppingCriteria):
 
     def tell(self, text: str) -> None:
         """Hand on what is new of the whole text."""
-        if len(text) > self._given:
-            self._said(text[self._given :])
-            self._given = len(text)
+        new, self.text = text[len(self.text) :], text
+        if new:
+            self._said(new)
 
     def _certain(self, ended: bool) -> list[int]:
         """Return the tokens of a piece that are kept: up to where a segment ends and another begins, or all.
@@ -122,8 +126,8 @@ class Transcriber:
         self.running = False
         wait(list(self._open), timeout if drain else 0)
         for hearing in list(self._open.values()):
-            hearing.cancelled = True
-        self._thread.shutdown(cancel_futures=True)
+            hearing.cancel()
+        self._thread.shutdown()
 
     def stats(self) -> EngineStats:
         """Count what runs and what was done."""

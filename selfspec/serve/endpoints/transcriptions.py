@@ -20,12 +20,12 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from selfspec.decode.generation import Transcript
 from selfspec.errors import SelfSpecError
-from selfspec.serve.api_error import ApiError, api_error
+from selfspec.serve.api_error import ApiError, api_error, stopping_error
 from selfspec.serve.endpoints.answering import Body, Stream, event, unless_gone
 from selfspec.serve.monitoring import note
 from selfspec.serve.schemas import Many, ModelT, validated
 from selfspec.serve.served import ServedModel
-from selfspec.serve.transcriber import Hearing, Samples, Transcriber
+from selfspec.serve.transcriber import Hearing, LeftError, Samples, Transcriber
 
 # A small file may have hours of silence.
 _MOST_SAMPLES = 2**27
@@ -93,58 +93,54 @@ async def transcribe(served: ServedSpeech, http: Request, asked: TranscriptionRe
     hearing = Hearing(lambda text: loop.call_soon_threadsafe(pieces.put_nowait, text))
     try:
         sampling = {"temperature": asked.temperature, "seed": asked.seed}
-        hearing_it = asyncio.wrap_future(engine.submit(samples, hearing, asked.language, asked.prompt, **sampling))
+        work = asyncio.wrap_future(engine.submit(samples, hearing, asked.language, asked.prompt, **sampling))
     except SelfSpecError as error:
         raise api_error(error) from error
-    hearing_it.add_done_callback(lambda _: pieces.put_nowait(None))
-    seconds, begun = len(samples) / engine.rate, loop.time()
+    work.add_done_callback(lambda _: pieces.put_nowait(None))
+    usage, begun = {"type": "duration", "seconds": len(samples) / engine.rate}, loop.time()
+    late = loop.call_later(served.limits.request_seconds, hearing.cancel)
 
     async def heard() -> Transcript:
         try:
-            async with asyncio.timeout_at(begun + served.limits.request_seconds):
-                found = await hearing_it
-        except TimeoutError:
-            raise ApiError(408, "the sound was not heard in the time of a request", None, "request_timeout") from None
+            found = await work
+        except LeftError:
+            said = "the sound was not heard in the time of a request"
+            raise stopping_error() if served.stopping else ApiError(408, said, None, "request_timeout") from None
         except SelfSpecError as error:
             raise api_error(error) from error
+        finally:
+            late.cancel()
         stats = found.stats
-        note(http.scope, sound_seconds=round(seconds, 2), completion_tokens=stats.new_tokens)
+        note(http.scope, sound_seconds=usage["seconds"], completion_tokens=stats.new_tokens)
         note(http.scope, drafted=stats.drafted, accepted=stats.accepted)
         if served.log_text:
-            note(http.scope, answers=[text_of(found)])
+            note(http.scope, answers=[hearing.text])
         served.metrics.whole_answer.observe(loop.time() - begun)
         served.metrics.ended("stop")
         return found
-
-    def text_of(found: Transcript) -> str:
-        return hearing.read(found.sequences[0].tolist()).strip()
-
-    def cancel() -> None:
-        hearing.cancelled = True
-
-    usage = {"type": "duration", "seconds": seconds}
 
     async def events() -> AsyncIterator[str]:
         while (new := await pieces.get()) is not None:
             yield event({"type": "transcript.text.delta", "delta": new})
         try:
-            yield event({"type": "transcript.text.done", "text": text_of(await heard()), "usage": usage})
+            await heard()
+            yield event({"type": "transcript.text.done", "text": hearing.text.strip(), "usage": usage})
         except ApiError as error:
             yield event(error.body)
 
     if asked.stream:
-        return Stream(cancel, events())
+        return Stream(hearing.cancel, events())
     try:
         found = await unless_gone(http, heard())
     finally:
-        cancel()
-    text = text_of(found)
+        hearing.cancel()
+    text = hearing.text.strip()
     if asked.response_format == "text":
         return PlainTextResponse(text + "\n")
     body: Body = {"text": text, "usage": usage}
     if asked.response_format == "verbose_json":
         language = LANGUAGES.get(hearing.language, hearing.language)
-        body |= {"task": "transcribe", "language": language, "duration": seconds, "segments": []}
+        body |= {"task": "transcribe", "language": language, "duration": usage["seconds"], "segments": []}
         for number, each in enumerate((found.segments or [[]])[0]):
             ids, times = each["tokens"].tolist(), {"start": float(each["start"]), "end": float(each["end"])}
             more = {"text": hearing.read(ids), "tokens": ids, "temperature": asked.temperature}
