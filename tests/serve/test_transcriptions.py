@@ -156,3 +156,16 @@ def test_who_leaves_is_not_heard_any_more(heard: Heard, monkeypatch: pytest.Monk
         assert begun.wait(10)
         assert not ended.is_set()
     assert ended.wait(10)
+
+
+@pytest.mark.clients
+def test_openai_transcribes(heard: Heard) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{heard.port}/v1", api_key="none", max_retries=0)
+    given = {"model": "ear", "file": ("a.wav", wav(sound()))}
+    form = {"response_format": "verbose_json", "timestamp_granularities": ["segment"]}
+    whole = client.audio.transcriptions.create(**given, **form, language="en", temperature=0)
+    assert whole.text == heard.ask(wav(sound())).body["text"]
+    assert len(whole.segments) == len(heard.expected["segments"][0])
+    *deltas, done = client.audio.transcriptions.create(**given, stream=True)
+    assert "".join(each.delta for each in deltas).strip() == done.text == whole.text
