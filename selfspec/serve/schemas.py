@@ -142,6 +142,27 @@ class AnswerFormat(Strict):
         return self
 
 
+class StructuredOutputs(Strict):
+    """What an answer fits, as vLLM's clients say it: one of these."""
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    regex: Annotated[str, StringConstraints(min_length=1, max_length=10_000)] | None = None
+    choice: Annotated[Many[str], Field(min_length=1, max_length=1000)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("say one of json, regex and choice")
+        return self
+
+    @property
+    def wanted(self) -> dict[str, Any] | str:
+        """The JSON schema or the regular expression."""
+        if self.json_schema is not None:
+            return self.json_schema
+        return self.regex or "|".join(map(re.escape, self.choice or ()))
+
+
 BYTES_PER_ITEM = 8
 """A body may hold one item for each `BYTES_PER_ITEM` bytes of its size limit."""
 
@@ -254,16 +275,35 @@ class GenerationFields(Hints):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[Many[Token], Field(max_length=MOST_STOPS)] | None = None
     draft: Literal["none"] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Refused unless they say what holds anyway.
+    skip_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_older_clients_say_it(cls, fields: Any) -> Any:
+        guided = ("guided_json", "guided_regex", "guided_choice")
+        if not isinstance(fields, dict) or not any(fields.get(name) for name in guided):
+            return fields
+        said = {name.removeprefix("guided_"): fields[name] for name in guided if name in fields}
+        return {**{name: each for name, each in fields.items() if name not in guided}, "structured_outputs": said}
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> GenerationFields:
+    def _fits_together(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams: set stream to true, or drop it")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs and response_format mean the same; give one of them")
         return self
 
     @property
     def wanted(self) -> dict[str, Any] | str | None:
         """The JSON schema or the regular expression that restricts the answer; None: any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.wanted
         form = self.response_format
         if form is None or form.type == "text":
             return None

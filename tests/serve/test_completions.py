@@ -82,6 +82,24 @@ def test_what_clients_of_other_servers_say_means_what_it_means_there(
     assert "".join(found) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"structured_outputs": {"choice": ["yes!", "no way"]}, "skip_special_tokens": True}, ["yes!", "no way"]),
+        ({"guided_choice": ["a|b"]}, ["a|b"]),
+        ({"guided_regex": "[x-z]z"}, ["xz", "yz", "zz"]),
+        ({"structured_outputs": {"json": {"const": 5}}}, ["5"]),
+        ({"guided_json": {"enum": ["Bern", None]}}, ['"Bern"', "null"]),
+    ],
+    ids=str,
+)
+def test_answers_fit_what_vllms_clients_ask_for(server: Running, fields: dict[str, Any], said: list[str]) -> None:
+    pytest.importorskip("llguidance")
+    reply = server.complete(**fields, max_tokens=20)
+    assert reply.status == 200, reply.raw
+    assert reply.body["choices"][0]["text"] in said
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_stream_says_the_same(server: Running, temperature: float) -> None:
     body = {"prompt": list(PROMPTS), "max_tokens": NEW, "temperature": temperature, "seed": 1}
