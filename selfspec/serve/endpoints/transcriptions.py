@@ -76,7 +76,8 @@ def read_sound(file: bytes, rate: int) -> Samples:
                 raise ApiError(400, f"file: it has more than {_MOST_SAMPLES} samples; send it in parts", "file")
             samples, ratio = sound.read(dtype="float32", always_2d=True).mean(1), Fraction(rate, sound.samplerate)
     except soundfile.SoundFileError as error:
-        said = f"file: it cannot be read ({error}); send WAV, FLAC, MP3 or OGG: ffmpeg -i IN OUT.wav makes it"
+        why = getattr(error, "error_string", error)
+        said = f"file: it cannot be read ({why}); send WAV, FLAC, MP3 or OGG: ffmpeg -i IN OUT.wav makes it"
         raise ApiError(400, said, "file") from error
     if not len(samples):
         raise ApiError(400, "file: there is no sound in it", "file")
