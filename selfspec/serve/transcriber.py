@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, StoppingCriteria, StoppingCriteriaList
-from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from selfspec.api import SelfSpeculative
 from selfspec.decode.generation import Transcript
@@ -104,7 +103,7 @@ class Transcriber:
         self._config: Any = spec.model.generation_config
         if getattr(self._config, "no_timestamps_token_id", None) is None:
             raise UnsupportedModelError(
-                f"{type(spec.model).__name__} has an encoder and writes no times; of such models, Whisper is served"
+                f"{type(spec.model).__name__} has an encoder and writes no times; of such models, those are served that do"
             )
         self.spec, self._tokenizer, self._max_waiting = spec, tokenizer, max_waiting
         self._extractor: Any = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
@@ -148,7 +147,7 @@ class Transcriber:
             raise EngineStoppedError("the transcriber is stopped")
         if len(self._open) > self._max_waiting:
             raise QueueFullError(f"{len(self._open) - 1} sounds wait, the most that may; try again later")
-        code = None if language is None else TO_LANGUAGE_CODE.get(language.lower(), language.lower())
+        code = None if language is None else language.lower()
         if code not in (None, *(self._languages or ("en",))):
             heard = ", ".join(sorted(self._languages)) or "en"
             raise UnsupportedOptionError(f"language: {str(code)[:50]!r} is not heard by this model; it hears {heard}")

@@ -64,6 +64,11 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
     "response_format": st.one_of(
         st.text(), st.just({"type": "xml"}), st.just({"type": "json_schema"}), st.just({"type": "regex", "pattern": ""})
     ),
+    "structured_outputs": st.one_of(st.text(), st.just({"regex": "a", "choice": ["a"]}), st.just({"colour": "red"})),
+    "skip_special_tokens": st.one_of(NOT_A_FLAG, st.just(False)),
+    "include_stop_str_in_output": st.one_of(NOT_A_FLAG, st.just(True)),
+    "use_beam_search": st.one_of(NOT_A_FLAG, st.just(True)),
+    "length_penalty": outside(1, 1),
     "user": NOT_TEXT,
     "metadata": st.one_of(st.text(), st.integers()),
     "prediction": st.one_of(
