@@ -1,4 +1,4 @@
-"""Transcribes sounds one after another, with the drafts of a wrapped model such as Whisper."""
+"""Transcribes sounds one after another, with the drafts of a wrapped model of speech."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Hearing(StoppingCriteria):
     def _certain(self, ended: bool) -> list[int]:
         """Return the tokens of a piece that are kept: up to where a segment ends and another begins, or all.
 
-        Where a piece breaks off within a segment, Whisper hears that again at the beginning of the next piece.
+        Where a piece breaks off within a segment, that is heard again at the beginning of the next piece.
         """
         times = [token >= self.first_time for token in self._piece]
         ends = [at + 1 for at in range(len(times) - 1) if times[at] and times[at + 1]]
@@ -103,7 +103,7 @@ class Transcriber:
         self._config: Any = spec.model.generation_config
         if getattr(self._config, "no_timestamps_token_id", None) is None:
             raise UnsupportedModelError(
-                f"{type(spec.model).__name__} has an encoder and writes no times; of such models those that do are served"
+                f"{type(spec.model).__name__} has an encoder and writes no times; models that write them are served"
             )
         self.spec, self._tokenizer, self._max_waiting = spec, tokenizer, max_waiting
         self._extractor: Any = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
