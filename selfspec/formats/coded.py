@@ -162,9 +162,39 @@ class MxFp4(Coded):
     layer: ClassVar[type[CodedLinear]] = LowerFirstLinear
 
     def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
-        half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=packed["codes"].device)
-        numbers = torch.cat([half, -half]).expand(*packed.shape[:-2], -1)
+        numbers = _floats_of_4_bits(packed["codes"].device).expand(*packed.shape[:-2], -1)
         return super().parameter(Packed(packed.shape, {**packed.parts, "numbers": numbers}), dtype, transposed)
+
+
+@dataclass(frozen=True)
+class NvFp4(Coded):
+    """Keeps floats of 4 bits in groups of 16, whose scales are floats of 8 bits, over the `divisor` of all."""
+
+    name = "nvfp4"
+    help = "the floats of 4 bits of a checkpoint, as they lie"
+    parts = ("codes", "scales", "divisor")
+    layer: ClassVar[type[CodedLinear]] = LowerFirstLinear
+
+    inputs: int = 16
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> Packed:
+        found = super().empty(shape, device)
+        return Packed(found.shape, {**found.parts, "divisor": torch.empty(1, device=device)})
+
+    def parameter(self, packed: Packed, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+        device, scales = packed["codes"].device, packed["scales"]
+        steps = torch.arange(_TOGETHER, device=device).byte().view(torch.float8_e4m3fn).float() / packed["divisor"]
+        # Nothing is added to a step, and its factors are 1.
+        added, factors = steps.new_zeros(1), steps.new_ones(-(-scales.numel() // _TOGETHER))
+        numbers = torch.cat([_floats_of_4_bits(device), steps, added, factors])
+        parts = {"codes": packed["codes"], "scales": scales, "numbers": numbers}
+        return super().parameter(Packed(packed.shape, parts), dtype, transposed)
+
+
+def _floats_of_4_bits(device: torch.device) -> Tensor:
+    """Return what codes of 2 bits of exponent and 1 of mantissa stand for, `[16]`."""
+    half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
+    return torch.cat([half, -half])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from selfspec.errors import CheckpointError
-from selfspec.formats.coded import Float8, MxFp4, NormalFloat4
+from selfspec.formats.coded import Float8, MxFp4, NormalFloat4, NvFp4
 from selfspec.formats.format import Format
 from selfspec.formats.groups import Groups, unpacked
 from selfspec.formats.words import WordsOfAwq, WordsOfGptq
@@ -70,29 +70,46 @@ def quantised_weights(about: Mapping[str, Any], stored: Tensors, files: WeightFi
 def _compressed(
     about: Mapping[str, Any], rest: dict[str, StoredTensor], files: WeightFiles
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """Take the weights of compressed-tensors out of the rest, by name: integers in words, of 4 or 8 bits."""
+    """Take the weights of compressed-tensors out of the rest, by name: integers in words, and floats of 4 or 8 bits."""
     groups = about.get("config_groups") or {}
     schemes = [each for each in groups.values() if isinstance(each, Mapping)]
     kept = {str(each.get("format") or about.get("format")) for each in schemes}
-    if kept - {_PACKED_WORDS}:
-        raise UnknownQuantisationError(f"compressed-tensors in {' and '.join(sorted(kept))}")
-    if any(each.get("input_activations") for each in schemes):
+    if kept - _COMPRESSED:
+        raise UnknownQuantisationError(f"compressed-tensors in {' and '.join(sorted(kept - _COMPRESSED))}")
+    if any(each.get("input_activations") or each.get("output_activations") for each in schemes):
         raise UnknownQuantisationError("compressed-tensors with rounded activations")
     for more in ("kv_cache_scheme", "transform_config"):
         if about.get(more):
             raise UnknownQuantisationError(f"compressed-tensors with {more}")
     for name in [each.removesuffix("_packed") for each in rest if each.endswith(".weight_packed")]:
-        parts = {part: rest.pop(f"{name}_{part}", None) for part in ("packed", "scale", "shape", "zero_point", "g_idx")}
-        codes, scales, shape = parts["packed"], parts["scale"], parts["shape"]
-        if codes is None or scales is None or shape is None:
-            raise CheckpointError(f"of {name} a part is missing (_packed, _scale, _shape); copy the checkpoint again")
-        if parts["g_idx"] is not None:
+        named = ("scale", "shape", "zero_point", "g_idx", "global_scale")
+        parts = {part: each for part in named if (each := rest.pop(f"{name}_{part}", None)) is not None}
+        codes = rest.pop(f"{name}_packed")
+        if "g_idx" in parts:
             raise UnknownQuantisationError(f"groups in the order of activations ({name}_g_idx)")
-        sizes = torch.Size(files.mapped(shape).tolist())
-        yield name, groups_of(name, sizes, codes, scales, parts["zero_point"])
+        if "scale" not in parts or (codes.dtype != torch.uint8 and "shape" not in parts):
+            raise CheckpointError(f"of {name} a part is missing (_packed, _scale, _shape); copy the checkpoint again")
+        if codes.dtype == torch.uint8:
+            yield name, _in_floats_of_4_bits(name, codes, parts["scale"], parts.get("global_scale"))
+        else:
+            sizes = torch.Size(files.mapped(parts["shape"]).tolist())
+            yield name, groups_of(name, sizes, codes, parts["scale"], parts.get("zero_point"))
+    for name in [each.removesuffix("_scale") for each in rest if each.endswith(".weight_scale")]:
+        yield name, _in_floats_of_8_bits(name, rest.pop(name, None), rest.pop(f"{name}_scale"))
 
 
-_PACKED_WORDS = "pack-quantized"
+_COMPRESSED = {"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"}
+
+
+def _in_floats_of_4_bits(
+    name: str, codes: StoredTensor, scales: StoredTensor, divisor: StoredTensor | None
+) -> StoredWeight:
+    """Return a weight in NVFP4, whose scales are over a divisor, or else in MXFP4."""
+    shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
+    parts = {"codes": codes, "scales": replace(scales, dtype=torch.uint8)}
+    if divisor is None:
+        return _located(name, shape, MxFp4(), parts, torch.bfloat16)
+    return _located(name, shape, NvFp4(), {**parts, "divisor": divisor}, torch.bfloat16)
 
 
 def groups_of(
@@ -187,22 +204,27 @@ def _fp8(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles
         raise UnknownQuantisationError("FP8 with fixed scales of activations")
     for name in [each.removesuffix("_scale_inv") for each in rest if each.endswith(".weight_scale_inv")]:
         codes, scales = rest.pop(name, None), rest.pop(f"{name}_scale_inv")
-        if codes is None:
-            raise CheckpointError(f"{name} is missing beside its scales; copy the checkpoint again")
-        if codes.dtype != torch.float8_e4m3fn or len(codes.shape) != 2 or not all(codes.shape):
-            raise UnknownQuantisationError(f"{name} in {codes.dtype} {list(codes.shape)}")
-        shape = torch.Size(codes.shape)
-        if scales.numel == 1:
-            scales = replace(scales, shape=(1, 1))
-        if len(scales.shape) != 2 or shape[1] % scales.shape[1]:
-            raise UnknownQuantisationError(f"{name} with scales {list(scales.shape)}")
-        if scales.dtype == torch.float8_e8m0fnu:
-            scales = replace(scales, dtype=torch.uint8)
-        inputs, blocks = shape[1] // scales.shape[1], scales.shape[0]
-        outputs = 1 if blocks == shape[0] else shape[0] if blocks == 1 else inputs
-        format = Float8(inputs, outputs, _name(scales.dtype))
-        parts = {"codes": replace(codes, dtype=torch.uint8), "scales": scales}
-        yield name, _located(name, shape, format, parts, torch.float32)
+        yield name, _in_floats_of_8_bits(name, codes, scales)
+
+
+def _in_floats_of_8_bits(name: str, codes: StoredTensor | None, scales: StoredTensor) -> StoredWeight:
+    """Return a weight with a scale for each row, for each block, or for all."""
+    if codes is None:
+        raise CheckpointError(f"{name} is missing beside its scales; copy the checkpoint again")
+    if codes.dtype != torch.float8_e4m3fn or len(codes.shape) != 2 or not all(codes.shape):
+        raise UnknownQuantisationError(f"{name} in {codes.dtype} {list(codes.shape)}")
+    shape = torch.Size(codes.shape)
+    if scales.numel == 1:
+        scales = replace(scales, shape=(1, 1))
+    if len(scales.shape) != 2 or shape[1] % scales.shape[1]:
+        raise UnknownQuantisationError(f"{name} with scales {list(scales.shape)}")
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = replace(scales, dtype=torch.uint8)
+    inputs, blocks = shape[1] // scales.shape[1], scales.shape[0]
+    outputs = 1 if blocks == shape[0] else shape[0] if blocks == 1 else inputs
+    format = Float8(inputs, outputs, _name(scales.dtype))
+    parts = {"codes": replace(codes, dtype=torch.uint8), "scales": scales}
+    return _located(name, shape, format, parts, torch.float32)
 
 
 def _mxfp4(

@@ -95,6 +95,28 @@ def float8(weight: Tensor, rows: int = 16, columns: int = 16) -> LaidOut:
     return LaidOut(parts, (codes.float() * scales).view(weight.shape))
 
 
+def scaled_float8(weight: Tensor, rows: int = 1) -> LaidOut:
+    """Round a weight as compressed-tensors does in `float-quantized`, with a scale for some rows."""
+    made = float8(weight, rows, weight.shape[1])
+    scales = made.parts["weight_scale_inv"]
+    return LaidOut({"weight": made.parts["weight"], "weight_scale": scales}, made.dense)
+
+
+def nvfp4(weight: Tensor) -> LaidOut:
+    """Round a weight to floats of 4 bits as compressed-tensors does in `nvfp4-pack-quantized`."""
+    half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers, groups = torch.cat([half, -half]), weight.float().unflatten(1, (-1, 16))
+    sizes = groups.abs().amax(2) / 6
+    divisor = (448 / sizes.amax()).view(1)
+    scales = (sizes * divisor).to(torch.float8_e4m3fn)
+    steps = scales.float() / divisor
+    codes = (groups / steps[..., None])[..., None].sub(numbers).abs().argmin(-1)
+    inside = codes.flatten(1).byte()
+    parts = {"weight_packed": inside[:, ::2] | inside[:, 1::2] << 4, "weight_scale": scales}
+    dense = (numbers[codes] * steps[..., None]).flatten(1)
+    return LaidOut(parts | {"weight_global_scale": divisor}, dense)
+
+
 FP8: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 
 

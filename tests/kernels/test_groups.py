@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from helpers.quantised import dense, normal_float4, words
+from helpers.quantised import dense, normal_float4, nvfp4, words
 from helpers.snapshot import kernels
-from selfspec.formats.coded import Coded, CodedLinear, Float8, MxFp4, NormalFloat4
+from selfspec.formats.coded import Coded, CodedLinear, Float8, MxFp4, NormalFloat4, NvFp4
 from selfspec.formats.groups import Groups, GroupsLinear
 from selfspec.formats.packed import KernelLinear, Packed, PackedWeight, UnsupportedWeightError
 from selfspec.kernels import native
@@ -126,6 +126,10 @@ def test_codes_of_4_bits_are_numbers_of_their_table(variant: str | None) -> None
         state = json.loads(bytes(made.parts["weight.quant_state.bitsandbytes__nf4"].tolist()))
         format = NormalFloat4(16, rounded, state.get("nested_offset", 0.0))
         check_coded(format, Packed(torch.Size((40, 192)), parts), made.dense, variant)
+    made = nvfp4(torch.randn(40, 192, generator=draws))
+    scales = made.parts["weight_scale"].view(torch.uint8)
+    parts = {"codes": made.parts["weight_packed"], "scales": scales, "divisor": made.parts["weight_global_scale"]}
+    check_coded(NvFp4(), Packed(torch.Size((40, 192)), parts), made.dense, variant)
 
 
 def test_parts_that_kernels_would_read_outside_of_are_refused() -> None:

@@ -24,7 +24,9 @@ from helpers.quantised import (
     gptq,
     in_groups,
     normal_float4,
+    nvfp4,
     save_quantised,
+    scaled_float8,
 )
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedModelError
 from selfspec.formats.packed import PackedWeight
@@ -44,6 +46,7 @@ by_each_kind = pytest.mark.parametrize(
         *((4, True, "compressed"), (4, False, "compressed"), (8, True, "compressed"), (8, False, "compressed")),
         *((4, True, "gptq"), (8, False, "gptq"), (4, False, "gptq_v2"), (4, False, "awq")),
         *((8, True, "fp8"), (4, True, "bitsandbytes"), (4, False, "bitsandbytes")),
+        *((8, True, "float-quantized"), (4, True, "nvfp4-pack-quantized")),
     ],
 )
 
@@ -56,12 +59,16 @@ def saved(folder: Path, bits: int = 4, symmetric: bool = True, library: str = "c
             awq,
             {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
         )
+    elif library.endswith("quantized"):
+        about["format"] = library
     elif library != "compressed":
         layout = partial(gptq, bits=bits, less=int(library == "gptq"))
         about = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "checkpoint_format": library}
     laid_out = in_groups(bits, GROUP, symmetric, layout)
     if library == "fp8":
         laid_out, about = float8, FP8
+    elif library.endswith("quantized"):
+        laid_out = nvfp4 if library.startswith("nvfp4") else scaled_float8
     elif library == "bitsandbytes":
         laid_out, about = partial(normal_float4, rounded=symmetric), {"quant_method": library, "load_in_4bit": True}
     # Scales in the dtype in which each library keeps them.
@@ -153,9 +160,10 @@ def _tensors(folder: Path, fields: dict[str, Any], name: str = "weight_") -> Non
     ("about", "tensors", "words"),
     [
         ({"quant_method": "hqq"}, {}, "weights in 'hqq'"),
-        ({"format": "nvfp4-pack-quantized"}, {}, "compressed-tensors in nvfp4"),
+        ({"format": "int-quantized"}, {}, "compressed-tensors in int-quantized"),
         ({"kv_cache_scheme": {"num_bits": 8}}, {}, "with kv_cache_scheme"),
         ({"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, {}, "rounded activations"),
+        ({"config_groups": {"a": {"output_activations": {"num_bits": 8}}}}, {}, "rounded activations"),
         ({}, {"g_idx": torch.zeros(64, dtype=torch.int32)}, "in the order of activations"),
         ({}, {"scale": torch.ones(48, 8, dtype=torch.bfloat16)}, "up_proj.weight in groups"),
     ],
@@ -183,6 +191,7 @@ def test_what_no_kernel_reads_is_left_to_its_library_and_refused_by_name_within_
         ("awq", {"version": "gemv"}, {}, "AWQ in gemv"),
         ("fp8", {"activation_scheme": "static"}, {}, "fixed scales of activations"),
         ("fp8", {}, {"weight": torch.zeros(48, 32)}, "up_proj.weight in torch.float32"),
+        ("nvfp4-pack-quantized", {"config_groups": {"a": {"input_activations": {"num_bits": 4}}}}, {}, "activations"),
         ("bitsandbytes", {"load_in_4bit": False}, {}, "bitsandbytes in 8 bits"),
     ],
 )
@@ -218,6 +227,8 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, An
         ("bitsandbytes", {"weight.nested_absmax": torch.ones(2)}, "the factors of"),
         ("fp8", {"weight": None}, "is missing beside its scales"),
         ("fp8", {"weight_scale_inv": torch.ones(2, 2)}, "the scales of"),
+        ("nvfp4-pack-quantized", {"weight_scale": None}, "a part is missing"),
+        ("nvfp4-pack-quantized", {"weight_global_scale": torch.ones(2)}, "the divisor of"),
     ],
 )
 def test_parts_of_others_that_do_not_fit_are_refused(
