@@ -3,7 +3,8 @@
     python benchmarks/widen.py MODEL --size 1.3B --to WIDE
     python benchmarks/streaming.py WIDE --memory 2GiB 3.5GiB --texts 'heldout.jsonl#kind=code' --threads 2
 
-A checkpoint in bfloat16 has arms in planes, too; they are packed once, to a folder beside it.
+A checkpoint in bfloat16 has arms in planes, too; they are packed once, to a folder beside it. Of a quantised one
+accelerate offloads `--dense`, the same weights made dense: libraries offload none in fewer bits.
 
 Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
 included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--plain-tokens", type=int, default=8, help="without")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dense", type=Path, help="what accelerate offloads; without it MODEL")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["accelerate", "plain", "drafts"])
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no call after so long; then resume")
     parser.add_argument("--name", default="streaming", help="of the folder of results")
@@ -71,7 +73,8 @@ def main() -> None:
     around = {**environment(torch.device("cpu")), "threads": options.threads}
     # Model and texts count by what they hold, wherever they lie.
     under = {name: getattr(options, name) for name in ("context", "max_new_tokens", "plain_tokens", "threads")}
-    under |= {"prompt": digest_of(prompt), "weights": [*map(_digest, sorted(options.model.glob("*.safetensors")))]}
+    under |= {"prompt": digest_of(prompt), "weights": _digests(options.model)}
+    under |= {} if options.dense is None else {"dense": _digests(options.dense)}
     places = range(len(options.arms))
     wanted = [*product(options.memory, options.temperatures, range(options.repeats), places)]
     for memory, temperature, turn, place in track(wanted, "calls", transient=True):
@@ -90,15 +93,18 @@ def main() -> None:
     print(report(runs.measured("streamed")))
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _digests(folder: Path) -> list[str]:
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            found.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return found
 
 
 def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Row:
     """Decode once in another process; return what it says, and the most memory that it had."""
     tokens = options.max_new_tokens if arm in ("drafts", "planes") else options.plain_tokens
-    folder = options.model
+    folder = options.dense or options.model if arm == "accelerate" else options.model
     if arm.startswith("planes"):
         folder = options.model.with_name(options.model.name + "-planes")
         if not folder.exists():
@@ -141,6 +147,7 @@ def report(rows: Sequence[Row]) -> str:
         "Medians and their intervals. *Read*: by the disk's count. *Peak*: resident memory, loading included, from "
         "outside. *Equal*: tokens before one that is not the first arm's, of those that both have. At commit "
         f"{', '.join(sorted({str(row['commit']) for row in rows}))}.",
+        *(["accelerate offloads the same weights made dense."] if first.get("dense") else []),
     ]
     cells = dict.fromkeys((row["memory"], row["temperature"]) for row in rows)
     for memory, temperature in sorted(cells, key=lambda cell: (parse_bytes("memory", cell[0]), cell[1])):

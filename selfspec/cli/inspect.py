@@ -79,6 +79,7 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
         "at its peak": f"{shown_bytes(sum(here.account.values()))} with 4,096 tokens: "
         + ", ".join(f"{shown_bytes(size)} {what}" for what, size in here.account.items()),
         **({} if here.packed is None else {here.weights or "planes": _in_fewer(found, here.packed)}),
+        **({} if here.unread is None else {"quantised": f"as its library loads it: no kernel reads {here.unread}"}),
         **({} if found.mtp is None else {"MTP modules": f"{found.mtp} by its config: --draft mtp"}),
         "auto drafts": here.doubt or _gains(found),
         "next": "\n".join(here.commands),

@@ -112,7 +112,7 @@ def read_config(name: str) -> PreTrainedConfig:
             if (folder / file).is_file():
                 _read_json_object(folder / file)
     try:
-        model_type = PreTrainedConfig.get_config_dict(_source(name))[0].get("model_type")
+        described = PreTrainedConfig.get_config_dict(_source(name))[0]
     except (OSError, ValueError) as error:
         if folder is not None:
             raise CheckpointError(
@@ -122,9 +122,10 @@ def read_config(name: str) -> PreTrainedConfig:
             f"there is no folder {name!r} here, and the model hub did not give it ({_one_line(error)}); check the "
             "name, the network and, for a gated model, your login, or download it and give the folder"
         ) from error
+    model_type = described.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"the config.json of {name!r} names no model_type; copy it from the original again")
-    check_type(model_type)
+    check_type(model_type, "auto_map" in described)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
     # Field validation raises other types.

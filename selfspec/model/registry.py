@@ -83,12 +83,22 @@ def has_encoder(model: PreTrainedModel) -> bool:
     return takes(model, "encoder_outputs") and takes(model, "decoder_input_ids")
 
 
-def check_type(model_type: str) -> None:
-    """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read."""
+def check_type(model_type: str, brings_code: bool = False) -> None:
+    """Refuse an architecture that is neither declared nor known to `transformers`, before its configuration is read.
+
+    Code that a checkpoint brings is not run.
+    """
     if model_type in REFUSED:
         raise UnsupportedModelError(f"architecture {model_type!r} is not supported: {REFUSED[model_type]}")
-    if model_type not in ADAPTERS and model_type not in CONFIG_MAPPING:
-        raise _unknown(model_type)
+    if model_type in ADAPTERS or model_type in CONFIG_MAPPING:
+        return
+    if brings_code:
+        raise UnsupportedModelError(
+            f"architecture {model_type!r} is code that the checkpoint brings (auto_map in config.json), and nothing "
+            "here runs it; read it and, if you trust it, load the model with transformers (trust_remote_code=True) and "
+            "wrap that: selfspec.wrap(model, adapter=selfspec.Adapter(...)), as docs/your_own_adapter.md shows"
+        )
+    raise _unknown(model_type)
 
 
 def adapter_for(config: PreTrainedConfig) -> Adapter:

@@ -21,7 +21,7 @@ from selfspec.model.checkpoint import local_folder, weight_files
 from selfspec.model.registry import find_adapter, has_encoder, without_weights
 from selfspec.model.sizes import widening
 from selfspec.placement.packed import exact_format, has_packed_weights
-from selfspec.placement.quantised import quantisation_of
+from selfspec.placement.quantised import quantisation_of, why_not_read
 from selfspec.placement.stored import StoredTensor, stored_tensors
 from selfspec.placement.survey import Survey
 from selfspec.placement.whole import budget_within, hold_packed, load_whole
@@ -58,6 +58,7 @@ class Prospects:
         commands: to give next, the most useful first.
         packed: bytes of its weights in planes, on a CPU; null: they do not pack, or are not here.
         weights: the format in which they are in the folder, or asked for; null: they are dense.
+        unread: what no kernel reads of quantised weights, which run as their library loads them; null: nothing.
     """
 
     device: str
@@ -71,6 +72,7 @@ class Prospects:
     commands: tuple[str, ...]
     packed: int | None
     weights: str | None
+    unread: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,8 @@ def prospects(
     """
     model, device = surveyed.skeleton.model, surveyed.source.device
     encodes = has_encoder(model)
-    in_folder, packs = has_packed_weights(place), _packs(local_folder(place), model.config)
+    where = local_folder(place)
+    in_folder, packs = has_packed_weights(place), _packs(where, model.config)
     if format is not None and not in_folder and not packs:
         raise UnsupportedModelError(
             f"weights={format.name!r}: {name} has weights with more bits than bfloat16, or no weights here; leave "
@@ -143,7 +146,12 @@ def prospects(
         commands=tuple(_commands(words, encodes, budget, profile is not None or not fits)),
         packed=packed,
         weights=None if format is None else format.name,
+        unread=_unread(where, model.config, device.type) if by_library and where is not None else None,
     )
+
+
+def _unread(folder: Path, config: PreTrainedConfig, device: str) -> str:
+    return why_not_read(folder, config) or f"quantised weights on {device}"
 
 
 def _packs(folder: Path | None, config: PreTrainedConfig) -> bool:

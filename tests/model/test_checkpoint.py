@@ -201,6 +201,9 @@ def test_no_code_of_a_checkpoint_is_run(folder: Path) -> None:
     change(folder / "config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     load(folder)
+    change(folder / "config.json", model_type="evil")
+    with pytest.raises(UnsupportedModelError, match=r"'evil' is code that the checkpoint brings.*trust_remote_code"):
+        load(folder)
 
 
 def test_an_empty_prompt_begins_with_the_bos_token(folder: Path) -> None:

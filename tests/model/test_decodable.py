@@ -180,6 +180,22 @@ def test_layers_of_any_library_that_round_by_other_tokens_are_refused(over: tupl
         assert_alike(selfspec.wrap(model, "exit:2", draft_length=3), inputs=tiny.prompt(PROMPT), **OPTIONS)
 
 
+class Outliers(nn.Linear):
+    """Rounds its inputs to 8 bits, but those at places where some token is large, as LLM.int8() does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = (x.abs() > 6).flatten(0, -2).any(0)
+        scale = x.masked_fill(large, 0).abs().amax(-1, keepdim=True) / 127
+        return super().forward(torch.where(large, x, (x / scale).round() * scale))
+
+
+def test_layers_that_round_less_beside_large_tokens_are_refused() -> None:
+    model = tiny.llama(dtype=torch.float32)
+    model.model.layers[1].mlp.down_proj.__class__ = Outliers
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.down_proj is a .*Outliers.*changes with"):
+        selfspec.wrap(model)
+
+
 def test_dynamic_quantisation_to_16_bits_is_decoded() -> None:
     model = quantised(tiny.llama(dtype=torch.float32), torch.float16)
     spec = selfspec.wrap(model, selfspec.drafts.EarlyExit(2), draft_length=3)
