@@ -98,7 +98,7 @@ def _compressed(
         yield name, _in_floats_of_8_bits(name, rest.pop(name, None), rest.pop(f"{name}_scale"))
 
 
-_COMPRESSED = {"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"}
+_COMPRESSED = {"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized", "naive-quantized"}
 
 
 def _in_floats_of_4_bits(
