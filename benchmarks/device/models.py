@@ -6,8 +6,10 @@ import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, Literal, TypeVar
+from weakref import finalize
 
 import torch
 from safetensors.torch import save_file
@@ -61,7 +63,6 @@ class Models:
         self._small = model_place(small)
         self._small_config = read_config(self._small)
         self._held: tuple[str, Any] = ("", None)
-        self._heads = TemporaryDirectory()
 
     def config(self, shape: str) -> LlamaConfig:
         """Return the configuration of a shape."""
@@ -92,7 +93,8 @@ class Models:
             f"layers.0.{name}": each for name, each in layer.state_dict().items() if "input_layernorm" not in name
         }
         weights["fc.weight"] = torch.randn(hidden, 2 * hidden, dtype=DTYPE) * (2 * hidden) ** -0.5
-        folder = Path(self._heads.name)
+        folder = Path(mkdtemp())
+        finalize(self, rmtree, folder)
         save_file(weights, folder / "model.safetensors")
         about = {**config.to_dict(), "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(about, default=str), encoding="utf-8")
