@@ -94,8 +94,7 @@ def _figures(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
     if "rounds" in calls:
         # Repeats of a text are no further texts.
         tokens, rounds = texts["new_tokens"].mean(), texts["rounds"].mean()
-        figures |= spread("mean_accepted_length", Estimate.of_ratio(tokens.tolist(), rounds.tolist()))
-        figures |= {"new_tokens": float(tokens.sum()), "rounds": float(rounds.sum())}
+        figures |= lengths(tokens.tolist(), rounds.tolist())
     if "judged" in calls:
         figures |= _acceptance(calls)
     if "predicted_cost" in calls and calls["predicted_cost"].notna().all():
@@ -126,22 +125,32 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def lengths(tokens: Sequence[float], rounds: Sequence[float]) -> Row:
+    """Return the columns of the tokens and rounds of texts."""
+    found = spread("mean_accepted_length", Estimate.of_ratio(tokens, rounds))
+    return {"n": len(tokens), **found, "new_tokens": float(sum(tokens)), "rounds": float(sum(rounds))}
+
+
+def rates(judged: Sequence[Sequence[float]], accepted: Sequence[Sequence[float]]) -> Row:
+    """Return the columns of acceptance, from the counts of each text by position."""
+    found: Row = {"judged_by_position": _summed(judged), "accepted_by_position": _summed(accepted)}
+    found |= spread("acceptance_rate", Estimate.of_rate([*map(sum, accepted)], [*map(sum, judged)]))
+    firsts = ([sum(each[:1]) for each in side] for side in (accepted, judged))
+    return {**found, **spread("alpha", Estimate.of_rate(*firsts))}
+
+
 def _acceptance(calls: DataFrame) -> Row:
     drafting = calls[calls["judged"].map(lambda each: isinstance(each, list))]
     if drafting.empty:
         return {}
     texts = drafting.groupby(level="call", sort=False)
-    judged, accepted = (texts[name].apply(_mean_counts) for name in ("judged", "accepted"))
-    by_depth = [_summed([*each]) for each in (judged, accepted)]
-    found: Row = {"judged_by_position": by_depth[0], "accepted_by_position": by_depth[1]}
-    found |= spread("acceptance_rate", Estimate.of_rate([*map(sum, accepted)], [*map(sum, judged)]))
-    if "first_judged" in drafting and drafting["first_judged"].notna().all():
-        firsts = [texts[name].mean().tolist() for name in ("first_accepted", "first_judged")]
-    else:
-        firsts = [[sum(each[:1]) for each in side] for side in (accepted, judged)]
-    found |= spread("alpha", Estimate.of_rate(*firsts))
-    if "agreed" in drafting and drafting["agreed"].notna().all():
-        found |= spread("agreement", Estimate.of_rate(texts["agreed"].mean().tolist(), firsts[1]))
+    judged, accepted = (texts[name].apply(_mean_counts).tolist() for name in ("judged", "accepted"))
+    found = rates(judged, accepted)
+    # Teacher forcing judges every token as the first of a draft.
+    for name, counted in (("alpha", "first_accepted"), ("agreement", "agreed")):
+        if {counted, "first_judged"} <= {*drafting} and drafting[counted].notna().all():
+            each, of = (texts[column].mean().tolist() for column in (counted, "first_judged"))
+            found |= spread(name, Estimate.of_rate(each, of))
     shapes = [shape for each in drafting["shapes"] for shape in each]
     rounds = sum(number for *_, number in shapes)
     if rounds:

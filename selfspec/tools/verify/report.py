@@ -13,6 +13,8 @@ from selfspec.accept import find_rule
 from selfspec.decode.output import Stats
 from selfspec.measure.estimate import holm_rejects
 from selfspec.measure.rounding import Bound
+from selfspec.tools.lab.runs import Row
+from selfspec.tools.lab.table import lengths, rates
 from selfspec.tools.verify.fit import Fit
 from selfspec.tools.verify.settings import Settings
 
@@ -116,13 +118,14 @@ class DraftReport:
         logits_off: the largest difference of any logit of the texts that were read from the stock model's one-token
             passes.
         off_plain: the largest difference of these logits from plain decoding's; 0: all have the same bits.
+        texts: counts of each greedy text.
     """
 
     name: str
     comparisons: dict[tuple[Check, str | None], Comparison] = field(default_factory=dict)
     logits_off: float = 0.0
     off_plain: float = 0.0
-    stats: Stats = field(default_factory=Stats)
+    texts: list[Stats] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
 
     def compared(self, check: Check, rule: str | None = None) -> Comparison:
@@ -138,17 +141,32 @@ class DraftReport:
         """Divergences of all checks."""
         return tuple(divergence for each in self.comparisons.values() for divergence in each.divergences)
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def stats(self) -> Stats:
+        """Counts of all greedy texts."""
+        return Stats.together(self.texts)
+
+    def figures(self, bound: Bound) -> Row:
+        """Return its greedy texts as a line of the lab's table, by the columns that docs/columns.md defines."""
+        greedy = self.of(Check.FREE_RUNNING)
+        parted = [each for compared in greedy for each in compared.divergences]
+        return {
+            **lengths([each.new_tokens for each in self.texts], [each.row_rounds for each in self.texts]),
+            **rates(
+                *([getattr(each, name) for each in self.texts] for name in ("judged_per_depth", "accepted_per_depth"))
+            ),
+            "equal": 1 - len(parted) / len(self.texts),
+            "refused": not all(each.is_near_tie(bound) for each in parted),
+        }
+
+    def to_dict(self, bound: Bound) -> dict[str, Any]:
         """Return everything but the divergences, ready for JSON."""
-        stats = self.stats.to_dict()
         return {
             "draft": self.name,
             "comparisons": [compared.to_dict() for compared in self.comparisons.values()],
             "logits_off": self.logits_off,
             "off_plain": self.off_plain,
-            "acceptance": {
-                name: stats[name] for name in ("judged", "accepted", "acceptance_rate", "mean_accepted_length")
-            },
+            **self.figures(bound),
             "fits": [asdict(fit) for fit in self.fits],
         }
 
@@ -226,7 +244,7 @@ class VerifyReport:
             "model": {"class": self.model, "dtype": self.dtype, "device": self.device, "layers": self.depth},
             "settings": {**asdict(self.settings), "prompts": self.prompts},
             "bound": self.bound.to_dict(),
-            "drafts": [draft.to_dict() for draft in self.drafts],
+            "drafts": [draft.to_dict(self.bound) for draft in self.drafts],
             "divergences": [divergence.to_dict(self.bound) for divergence in self.divergences],
             "smallest_p_value": min((fit.p_value for fit in self.fits), default=None),
             "lossless": self.settings.lossless,

@@ -15,7 +15,6 @@ from selfspec.accept.tree_paths import at_parents
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.decode.noise import Noise
-from selfspec.decode.output import Stats
 from selfspec.draft import Draft, Drafter, EarlyExit, LayerSkip
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import draft_name
@@ -150,7 +149,7 @@ def _check_greedy(
         output = spec.generate(prompt, mask, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
         texts[rule] = output.sequences[0, prompt.shape[1] :].tolist()
         compare(report.compared(Check.FREE_RUNNING, rule), texts[rule])
-        report.stats = Stats.together([report.stats, output.stats])
+        report.texts.append(output.stats)
     logits = forced_logits(spec, prompt, expected)
     off = largest_difference(logits, reference.logits.float()).max().item()
     report.logits_off = max(report.logits_off, off)

@@ -85,6 +85,15 @@ def test_an_exact_model_in_float32(stories: PreTrainedModel, prompts: list[Tenso
     assert [[each.equal_texts for each in draft.of(Check.PLAIN)] for draft in report.drafts] == [[], [2], [2]]
     # Draft tokens were accepted and rejected, so both were verified.
     assert all(0 < draft.stats.accepted < draft.stats.judged for draft in report.drafts[1:])
+    # Rates are lines of the lab's table, by its columns and with its intervals.
+    plain, *lines = (draft.figures(report.bound) for draft in report.drafts)
+    assert (plain["mean_accepted_length"], plain["equal"], plain.get("alpha")) == (1.0, 1.0, None)
+    for draft, line in zip(report.drafts[1:], lines, strict=True):
+        assert (line["n"], line["new_tokens"], line["equal"], line["refused"]) == (2, 32, 1.0, False)
+        assert line["mean_accepted_length"] == pytest.approx(draft.stats.mean_accepted_length)
+        assert line["acceptance_rate"] == pytest.approx(draft.stats.acceptance_rate)
+        assert line["acceptance_rate_low"] < line["acceptance_rate"] < line["acceptance_rate_high"]
+        assert line["accepted_by_position"] == draft.stats.accepted_per_depth
     tests = [(fit.draft, fit.rule) for fit in report.fits]
     drafting = [(draft.name, rule) for draft in report.drafts[1:] for rule in ("token", "block")]
     assert tests == [("none", "coupled"), *drafting]
