@@ -13,6 +13,7 @@ a little worse than in a generation, where it is the target's own.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {name: {} for name in paths}
     for rate, temperature in RATES.items():
         for name, figures in first_steps(model, find_adapter(model), paths, judged, temperature).items():
-            found[name][rate] = acceptance_rate(figures).to_dict()
+            found[name][rate] = asdict(acceptance_rate(figures))
     return found
 
 

@@ -19,7 +19,7 @@ class Diagnosis:
     """`selfspec doctor`.
 
     Attributes:
-        packages: versions, those that are untested or newer than tested, and what extras lack.
+        packages: versions, those that are newer than tested, and what extras lack.
         findings: what is slow here and why, with the remedy.
         commit: of selfspec's source; null where it is not known.
     """

@@ -86,7 +86,7 @@ def search(
     with progress_bar("searching") as bar:
         finding = searching.search(studied, study, space, evaluations, runs, bar)
     scores = searching.scored(finding)
-    best = max(scores, key=searching.speed)
+    best = max(scores, key=lambda row: row["predicted_speedup"])
     about: dict[str, Any] = {
         "study": asdict(study),
         "sublayers": [space.fewest, space.most],
@@ -97,7 +97,7 @@ def search(
     found = doubts(finding.table)
     if output == "text":
         print_tables(finding.table, PRINTED, SHOWN)
-        print(*verdict(model, best["draft"], searching.speed(best), len(scores), to), *found, sep="\n")
+        print(*verdict(model, best["draft"], best["predicted_speedup"], len(scores), to), *found, sep="\n")
     return Searched(best=best, scores=scores, file=str(to), doubts=found, files=[*map(str, files)], **about)
 
 

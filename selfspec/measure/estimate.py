@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -114,10 +114,6 @@ class Estimate:
         if not self.confidence and self.low == self.high:
             return f"{self.value:.{digits}f}"
         return f"{self.value:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
-
-    def to_dict(self) -> dict[str, float]:
-        """Return everything, ready for JSON."""
-        return asdict(self)
 
 
 def _jackknifed(parts: Sequence[float], wholes: Sequence[float], scale: Callable[[Any], Any]) -> Estimate:

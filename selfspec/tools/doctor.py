@@ -85,13 +85,11 @@ class Packages:
 
     Attributes:
         versions: of each package that selfspec needs; None where it is missing.
-        untested: packages of a version outside the range that selfspec states, each with that range.
-        newer: packages within their range but newer than those that were tested, each with the newest tested.
+        newer: packages that are newer than those that were tested, each with the newest tested.
         missing: for each extra that is not complete, the packages that it lacks.
     """
 
     versions: dict[str, str | None]
-    untested: dict[str, str]
     newer: dict[str, str]
     missing: dict[str, list[str]]
 
@@ -102,18 +100,13 @@ def read_packages() -> Packages:
         needed = [Requirement(line) for line in metadata.requires(_NAME) or ()]
         extras = metadata.metadata(_NAME).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
-        return Packages({}, {}, {}, {})
+        return Packages({}, {}, {})
     always = [each for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
     versions = {each.name: _version(each.name) for each in always}
-    untested = {
-        each.name: str(each.specifier)
-        for each in always
-        if (found := versions[each.name]) is not None and not each.specifier.contains(found, prereleases=True)
-    }
     newer = {
         name: newest
         for name, newest in NEWEST_TESTED.items()
-        if name not in untested and (found := versions.get(name)) is not None and _minor(found) > _minor(newest)
+        if (found := versions.get(name)) is not None and _minor(found) > _minor(newest)
     }
     missing: dict[str, list[str]] = {}
     for extra in extras:
@@ -121,7 +114,7 @@ def read_packages() -> Packages:
         lacking = [each.name for each in of_extra if each not in always and _version(each.name) is None]
         if lacking:
             missing[extra] = lacking
-    return Packages(versions, untested, newer, missing)
+    return Packages(versions, newer, missing)
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -188,8 +181,6 @@ def _gpu(machine: MachineReport) -> Iterator[str]:
 
 
 def _packages(packages: Packages) -> Iterator[str]:
-    for name, wanted in packages.untested.items():
-        yield f"{name} {packages.versions[name]} is outside what selfspec is tested with ({wanted})"
     for name, newest in packages.newer.items():
         found = packages.versions[name]
         yield f"{name} {found} is newer than what selfspec is tested with ({newest}): run selfspec verify"

@@ -120,7 +120,7 @@ def calibrated(model: PreTrainedModel) -> Profile:
     confirmed = [Confirmed("lookup+exit:2", estimate, 0.625, 2.5, 3), Confirmed("lookup", estimate, None, 1.0, 1)]
     kind = {
         "temperature": 0.0,
-        "acceptance": {"exit:2": Estimate(0.75, 0.75, 0.75, n=1).to_dict()},
+        "acceptance": {"exit:2": asdict(Estimate(0.75, 0.75, 0.75, n=1))},
         "predictions": {"exit:2": {"draft_length": 3, "speedup": 1.375}},
         "confirmed": [asdict(each) for each in confirmed],
     }

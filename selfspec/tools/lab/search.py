@@ -93,11 +93,6 @@ def save(best: Row, studied: StudiedModel, file: Path, about: Mapping[str, Any])
     write_skip_file(skip, fingerprint(studied.model), file, known)
 
 
-def speed(row: Row) -> float:
-    """Return the speed-up that a set promises."""
-    return float(row["predicted_speedup"])
-
-
 def _each_size_in_turn(sets: Sequence[SkipSet]) -> list[SkipSet]:
     """Order sets, the best of their size first, as the best ones of each size, then the second best ones, and so on."""
     by_size: dict[int, list[SkipSet]] = {}

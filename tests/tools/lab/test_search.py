@@ -26,7 +26,7 @@ from selfspec.tools.lab.ablation import Finding, work_on
 from selfspec.tools.lab.drafts import Space, draft_kind, skip_name
 from selfspec.tools.lab.prices import Prices, costs_run, prices_by_measurement, prices_by_weights, timed_paths
 from selfspec.tools.lab.runs import Runs
-from selfspec.tools.lab.search import scored, search, sets_by_similarity, speed
+from selfspec.tools.lab.search import scored, search, sets_by_similarity
 from selfspec.tools.lab.study import StudiedModel
 from selfspec.tools.lab.table import estimate_in, records
 
@@ -52,7 +52,7 @@ def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedMo
     everything = scored(work_on(replace(STUDY, drafts=tuple(every)), lambda name: studied, Runs(None)))
     assert len(everything) == 45
     found = scored(search(studied, STUDY, space, evaluations=15))
-    best = [max(each, key=speed) for each in (found, everything)]
+    best = [max(each, key=lambda row: row["predicted_speedup"]) for each in (found, everything)]
     assert best[0]["draft"] == best[1]["draft"]
     assert len(found) == len({row["draft"] for row in found}) == 15
 
