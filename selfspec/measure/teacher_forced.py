@@ -361,7 +361,7 @@ def first_steps(
         logits = model(input_ids=ids, use_cache=False).logits[:, first - 1 : -1]
         judge = _Judge(logits, ids[:, first:], temperature)
         for name, each in apart.items():
-            said = _draft_logits(model, adapter, each, ids, substitutes)[:, first - 1 : -1]
+            said = draft_step_logits(model, adapter, each, ids, substitutes)[:, first - 1 : -1]
             found[name].append(judge.figures(said[None]).of_text(0, ids.shape[1] - first))
     return {name: found[name] for name in drafters}
 
@@ -372,8 +372,12 @@ def acceptance_rate(figures: Sequence[TeacherForcedFigures]) -> Estimate:
     return Estimate.of_mean([float(each.sum()) for each in overlaps], [len(each) for each in overlaps])
 
 
-def _draft_logits(
-    model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter, ids: Tensor, substitutes: Substitutes
+def draft_step_logits(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    drafter: LayerPathDrafter,
+    ids: Tensor,
+    substitutes: Substitutes | None = None,
 ) -> Tensor:
     """Return the logits of draft steps at all positions of a text, `[1, tokens, vocab]`."""
     length = ids.shape[1]

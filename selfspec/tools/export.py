@@ -19,14 +19,13 @@ from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, UnsupportedModelError
 from selfspec.files.writing import check_output_folder, write_json
 from selfspec.measure.summary import Weights
+from selfspec.measure.teacher_forced import draft_step_logits
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.decodable import check_saved_whole
 from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process, whole
-from selfspec.runtime.request import PassRequest
-from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.lab.outputs import check_new, whole_folder
 from selfspec.version import __version__
 
@@ -124,10 +123,7 @@ _ROUGH = 0.1
 def prove(folder: Path, model: PreTrainedModel, adapter: Adapter, drafter: LayerPathDrafter) -> float:
     """Return the largest difference of a checkpoint's logits from a draft's, in deviations; refuse too much."""
     ids = _random_tokens(model)
-    cache = adapter.shared_cache(model, batch=1, limit=ids.shape[1])
-    cache.cursors.reserve(ids.shape[1])
-    path = drafter.path(len(adapter.decoder_layers(model)))
-    draft = ModelRunner(model, adapter, cache).run(PassRequest(path, ids)).logits.double()
+    draft = draft_step_logits(model, adapter, drafter, ids).double()
     with without_progress_bar():
         loaded = type(model).from_pretrained(folder, dtype=model.dtype, **_kernels(model), use_safetensors=True)
     # As `generate` counts them.

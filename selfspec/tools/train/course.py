@@ -41,10 +41,15 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
     device is "auto" for what accelerate chooses, or "cpu"; `observe` is called at every step.
 
     Raises:
-        TrainingError: the loss or a weight became NaN or infinite, or no checkpoint can be read.
+        TrainingError: the loss or a weight became NaN or infinite, no checkpoint can be read, or there is no tracker.
         StorageError: a checkpoint cannot be written; those before it are kept.
     """
-    trainer = _CourseTrainer(lesson, course, text, folder, device)
+    try:
+        trainer = _CourseTrainer(lesson, course, text, folder, device)
+    except (RuntimeError, ValueError) as error:
+        if not course.report_to:
+            raise
+        raise TrainingError(f"report_to={course.report_to}: {error}; install the tracker, or name another") from error
     trainer.add_callback(_Watch(observe))
     trainer.remove_callback(PrinterCallback)
     checkpoint = latest_checkpoint(folder)
@@ -149,7 +154,7 @@ def _arguments(course: Course, folder: Path, device: str) -> TrainingArguments:
         eval_steps=min(course.evaluate_every, max(1, course.steps // 3)),
         logging_steps=10,
         logging_nan_inf_filter=False,
-        report_to=[],
+        report_to=course.report_to or [],
         disable_tqdm=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,

@@ -56,6 +56,12 @@ class Course:
     seed: Annotated[int, Option(help="Seed of the order of the text, of dropout and of new weights.")] = 0
     save_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 100
     evaluate_every: Annotated[int, Option(min=1, help="Steps between measurements.")] = 100
+    report_to: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME", help="Tracker, as transformers calls it: `tensorboard`, `wandb`, ...; repeatable."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_numbers(self, TrainingError)

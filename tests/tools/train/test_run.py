@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.integrations import integration_utils
 
 import selfspec
 from helpers.saved_folders import PROMPTS, checkpoint_folder
@@ -348,6 +349,20 @@ def test_a_full_disk_ends_it_and_the_same_call_goes_on(
             _trained(tmp_path)
     assert [path.name for path in (tmp_path / CHECKPOINTS).iterdir()] == ["checkpoint-3"]
     assert torch.equal(_trained(tmp_path), uninterrupted)
+
+
+def test_figures_go_to_the_trackers_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[dict[str, float]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            noted.append(logs)
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "mine", Tracker)
+    train(_Lesson(), replace(_SMALL, report_to=["mine"]), _text(), tmp_path / "tracked", "cpu", _ignore)
+    assert any("held_out_loss" in each for each in noted)
+    with pytest.raises(TrainingError, match=r"report_to=\['nothing'\].*name another"):
+        train(_Lesson(), replace(_SMALL, report_to=["nothing"]), _text(), tmp_path, "cpu", _ignore)
 
 
 def test_a_loss_that_is_nan_ends_it_and_leaves_the_checkpoint(tmp_path: Path) -> None:
