@@ -103,8 +103,8 @@ class Transcriber:
         self._config: Any = spec.model.generation_config
         if getattr(self._config, "no_timestamps_token_id", None) is None:
             raise UnsupportedModelError(
-                f"{type(spec.model).__name__} has an encoder and writes no times; models that write them are served, and "
-                "others generate by selfspec.wrap(model, draft)"
+                f"{type(spec.model).__name__} has an encoder and writes no times; models that write them are served, "
+                "and others generate by selfspec.wrap(model, draft)"
             )
         self.spec, self._tokenizer, self._max_waiting = spec, tokenizer, max_waiting
         self._extractor: Any = AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
