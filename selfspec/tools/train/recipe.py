@@ -58,9 +58,7 @@ class Course:
     evaluate_every: Annotated[int, Option(min=1, help="Steps between measurements.")] = 100
     report_to: Annotated[
         list[str] | None,
-        Option(
-            metavar="NAME", help="Tracker, as transformers calls it: `tensorboard`, `wandb`, ...; repeatable."
-        ),
+        Option(metavar="NAME", help="Tracker, as transformers calls it: `tensorboard`, `wandb`, ...; repeatable."),
     ] = None
 
     def __post_init__(self) -> None:

@@ -381,6 +381,7 @@ def test_every_architecture_gets_a_head(text: Blocks, tmp_path: Path, architectu
     [
         ({"vocabulary": 10**6}, "out of range"),
         ({"depth": 0}, "depth must be at least 1"),
+        ({"temperature": -1.0}, "temperature"),
     ],
 )
 def test_what_cannot_be_learnt_is_refused(
