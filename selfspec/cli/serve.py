@@ -126,7 +126,7 @@ def serve(
     Every answer is what the model writes alone, whatever runs beside it. The log is JSON, one line a request, on
     stderr; /docs shows all endpoints. SIGTERM and Ctrl-C finish what runs.
     """
-    _check_installed("fastapi", "fastapi_offline", "prometheus_client", "uvicorn")
+    _check_installed("fastapi", "fastapi_offline", "llguidance", "prometheus_client", "uvicorn")
     keys = address.api_key or ()
     if "" in keys:
         raise UnsupportedOptionError("--api-key is empty; give one, or drop it to let anybody ask who reaches the port")
