@@ -1,7 +1,8 @@
-"""Which kernels run: the library for a processor, for as many rows as it is faster, where they agree with torch."""
+"""Which kernels run: the library for a processor, for as many rows as a trial says, where they agree with torch."""
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from helpers.snapshot import kernels
 from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import crossover as module
 from selfspec.kernels import native
-from selfspec.kernels.crossover import crossover
+from selfspec.kernels.crossover import Crossover, crossover
 from selfspec.kernels.trial import Trial
 from selfspec.runtime.few_rows import for_few_rows
 from selfspec.runtime.model_state import run_watched
@@ -90,22 +91,54 @@ def test_a_library_of_other_sources_is_refused(folder: Path, monkeypatch: pytest
         native.available()
 
 
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the trial of an unknown processor is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(module, "device_name", lambda _: "unheard of")
+    monkeypatch.setattr(native.library(), "variant", "v4")
+    crossover.cache_clear()
+    yield tmp_path
+    crossover.cache_clear()
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("processor", ["AMD EPYC 9B45", "unheard of"])
-@pytest.mark.parametrize("variant", ["vnni", "v4", "v3", "neon"])
-def test_the_processor_alone_says_up_to_how_many_rows_kernels_multiply(
-    processor: str, variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "device_name", lambda _: processor)
-    monkeypatch.setattr(native.library(), "variant", variant)
-    crossover.cache_clear()
+def test_a_processor_of_the_table_needs_no_trial(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_name", lambda _: "AMD EPYC 9B45")
+    monkeypatch.setattr(module, "tried", lambda: pytest.fail("tried"))
     found = crossover()
+    assert found.rows(torch.bfloat16, 64) < found.rows(torch.float32, 4096) <= found.rows(torch.float32, 64)
+    assert found.rows(torch.float16, 4096) == native.MOST_ROWS
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_avx512_kernels_multiply_all_rows_in_16_bits(
+    kept: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native.library(), "variant", "v3")
+    assert crossover().rows(torch.float32, 64) < crossover().rows(dtype, 64) == native.MOST_ROWS
+
+
+@pytest.mark.kernels
+def test_a_trial_is_kept_and_decides_in_later_processes(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert crossover().rows(torch.float32, 64) >= 10
+    (file,) = kept.iterdir()
+    others = Crossover(32, 64, 16, 128)
+    file.write_text(json.dumps({"unheard of": [32, 64, 16, 128]}))
+    monkeypatch.setattr(module, "tried", lambda: pytest.fail("tried again"))
     crossover.cache_clear()
-    narrow, wide = (found.rows(torch.float32, inputs) for inputs in (64, 4096))
-    assert 16 <= wide <= narrow
-    # Only with AVX-512 torch has instructions for bfloat16.
-    assert (found.rows(torch.bfloat16, 64) == native.MOST_ROWS) == (variant == "v3")
-    assert (found.rows(torch.float16, 64) == native.MOST_ROWS) == (variant != "neon")
+    assert crossover() == others
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("text", ["no JSON", "{}", '{"unheard of": [1]}', '{"unheard of": [0, 1, 1, true]}', "[]"])
+def test_what_a_damaged_file_says_is_tried_again(kept: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (kept / "crossover-v4.json").write_text(text)
+    monkeypatch.setattr(module, "tried", lambda: Crossover(512, 256, 32, 1024))
+    assert crossover() == Crossover(512, 256, 32, 1024)
+    assert json.loads((kept / "crossover-v4.json").read_text()) == {"unheard of": [512, 256, 32, 1024]}
 
 
 RIGHT = torch.tensor([1.0, -4.0])

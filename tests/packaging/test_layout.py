@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "files": "errors",
         "process": "",
         "device": "",
-        "kernels": "device errors process",
+        "kernels": "device errors files process",
         "formats": "errors kernels",
         "cache": "device errors kernels",
         "architecture": "cache compat errors",
