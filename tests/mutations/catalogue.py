@@ -742,7 +742,7 @@ CATALOGUE = (
     Mutation("an exit head is known by its class", "_contents",
         "fingerprint(each)", "type(each).__name__", ("test_drafts_and_rules_of_one_name_are_told_apart",)),
     Mutation("a training goes on over another text of that size", "identified",
-        "hashlib.sha256(file.read_bytes()).hexdigest()", "str(file.stat().st_size)",
+        "hashlib.sha256(_content(file)).hexdigest()", "str(file.stat().st_size)",
         ("test_a_begun_training_is_not_gone_on_with_over_a_text_that_changed",)),
     Mutation("zeros of GPTQ's first version are taken as they lie", "WordsOfGptq.zeros",
         "words + self.less * _1", "words + 0 * _1", ("test_texts_and_programs_are_those_of_the_dense_weights",)),

@@ -115,7 +115,19 @@ Document = str | Conversation
 
 def identified(file: Path) -> dict[str, str]:
     """Name a text file by its name and content, so that a changed text is another."""
-    return {"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return {"name": file.name, "sha256": hashlib.sha256(_content(file)).hexdigest()}
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> CorpusError:
+    reason = getattr(error, "strerror", None) or error
+    return CorpusError(f"{file} cannot be read as text ({reason}); give UTF-8 text or JSONL, plain or as .gz")
 
 
 def read_documents(file: Path) -> list[Document]:
@@ -128,13 +140,10 @@ def read_documents(file: Path) -> list[Document]:
         CorpusError: the file cannot be read, is no UTF-8, is truncated, holds something else, or holds no text.
     """
     try:
-        content = file.read_bytes()
+        content = _content(file)
         text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CorpusError(
-            f"{file} cannot be read as text ({reason}); give UTF-8 text or JSONL, plain or as .gz"
-        ) from error
+        raise _unreadable(file, error) from error
     documents = list(_lines(file, text)) if file.name.removesuffix(".gz").endswith(".jsonl") else [text]
     documents = [document for document in documents if plain_text(document).strip()]
     if not documents:

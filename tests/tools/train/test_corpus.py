@@ -75,6 +75,11 @@ def test_unreadable_text_is_refused_by_name(tmp_path: Path, name: str, content: 
         corpus.read_documents(tmp_path / name)
 
 
+def test_a_text_to_measure_on_that_is_missing_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"nowhere\.txt cannot be read"):
+        corpus.identified(tmp_path / "nowhere.txt")
+
+
 def test_what_cannot_be_learnt_from_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(CorpusError, match=r"nowhere\.txt"):
         corpus.read_documents(tmp_path / "nowhere.txt")
