@@ -187,14 +187,18 @@ class _DiskSlot(Slot):
         self._weights, self._dtype, self._files, self._reader = weights, dtype, files, reader
         self._buffer = ReadBuffer(max(weight.nbytes for weight in weights))
         self._read: Future[Tensor] | None = None
+        # The last read that was begun, which may still write to the same memory.
+        self._begun: Future[Tensor] | None = None
 
     def fetch(self, number: int) -> None:
-        self._read = self._reader.submit(self._after, self._read, self._weights[number])
+        # The read before is no longer needed: one that waits is given up.
+        if self._read is not None and not self._read.cancel():
+            self._begun = self._read
+        self._read = self._reader.submit(self._after, self._begun, self._weights[number])
 
-    def _after(self, before: Future[Tensor] | None, weight: StoredTensor) -> Tensor:
-        # The read before is no longer needed, but may still write to the same memory.
-        if before is not None and not before.cancel():
-            wait([before])
+    def _after(self, begun: Future[Tensor] | None, weight: StoredTensor) -> Tensor:
+        if begun is not None:
+            wait([begun])
         return self._buffer.read(self._files, weight)
 
     def arrived(self) -> Tensor:

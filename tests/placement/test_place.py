@@ -41,7 +41,7 @@ from selfspec.placement import place as place_module
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import PlannedCheckpoint, place, plan_checkpoint
 from selfspec.placement.plan import SLOTS, shown_bytes
-from selfspec.placement.stored import ReadBuffer, WeightFiles
+from selfspec.placement.stored import ReadBuffer, WeightFiles, stored_tensors
 from selfspec.placement.survey import survey
 from selfspec.placement.weight_source import FromDisk, FromHost, WeightSource
 from selfspec.runtime.graph_cache import GraphCache
@@ -379,6 +379,35 @@ def test_drafts_that_stay_in_memory_read_nothing_from_the_disk(spec: selfspec.Se
         output = spec.drafting(name, draft_length=4).generate(PROMPTS[:1], max_new_tokens=16, do_sample=False)
     # A pass over the prompt, one a round, and what is read ahead.
     assert read.call_count <= (output.stats.rounds + 2) * 22
+
+
+def test_reads_into_one_memory_follow_each_other_and_one_that_still_waits_is_given_up(
+    tmp_path: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.save_pretrained(tmp_path)
+    weights = [each for each in stored_tensors(sorted(tmp_path.glob("*.safetensors"))).values() if each.numel > 256][:4]
+    slot, other, *_ = FromDisk().slots(weights, torch.float32, WeightFiles())
+    real, gates, begun = ReadBuffer.read, [threading.Event() for _ in weights], list[int]()
+
+    def read(buffer: ReadBuffer, files: WeightFiles, weight: Any) -> torch.Tensor:
+        begun.append(weights.index(weight))
+        assert gates[begun[-1]].wait(10)
+        return real(buffer, files, weight)
+
+    monkeypatch.setattr(ReadBuffer, "read", read)
+    slot.fetch(0)
+    other.fetch(1)
+    # Both threads read: these wait, and the second takes the place of the first.
+    slot.fetch(2)
+    slot.fetch(3)
+    gates[1].set()
+    other.arrived()
+    time.sleep(0.05)
+    assert sorted(begun) == [0, 1]
+    for gate in gates:
+        gate.set()
+    assert torch.equal(slot.arrived(), WeightFiles().mapped(weights[3]))
+    assert sorted(begun) == [0, 1, 3]
 
 
 @pytest.mark.parametrize(
