@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, zip_longest
 from typing import Any
 
 from selfspec.accept import find_rule
@@ -118,14 +118,14 @@ class DraftReport:
         logits_off: the largest difference of any logit of the texts that were read from the stock model's one-token
             passes.
         off_plain: the largest difference of these logits from plain decoding's; 0: all have the same bits.
-        texts: counts of each greedy text.
+        texts: counts of the greedy texts of each prompt, by its number, one for each rule.
     """
 
     name: str
     comparisons: dict[tuple[Check, str | None], Comparison] = field(default_factory=dict)
     logits_off: float = 0.0
     off_plain: float = 0.0
-    texts: list[Stats] = field(default_factory=list)
+    texts: dict[int, list[Stats]] = field(default_factory=dict)
     fits: list[Fit] = field(default_factory=list)
 
     def compared(self, check: Check, rule: str | None = None) -> Comparison:
@@ -144,18 +144,22 @@ class DraftReport:
     @property
     def stats(self) -> Stats:
         """Counts of all greedy texts."""
-        return Stats.together(self.texts)
+        return Stats.together([*chain.from_iterable(self.texts.values())])
 
     def figures(self, bound: Bound) -> Row:
-        """Return its greedy texts as a line of the lab's table, by the columns that docs/columns.md defines."""
-        greedy = self.of(Check.FREE_RUNNING)
-        parted = [each for compared in greedy for each in compared.divergences]
+        """Return its greedy texts as a line of the lab's table, by the columns that docs/columns.md defines.
+
+        Texts of a prompt by several rules are no further texts.
+        """
+        parted = [each for compared in self.of(Check.FREE_RUNNING) for each in compared.divergences]
+        texts = [(Stats.together(some), len(some)) for some in self.texts.values()]
+        tokens, rounds = ([getattr(each, name) / n for each, n in texts] for name in ("new_tokens", "row_rounds"))
+        by_position = ("judged_per_depth", "accepted_per_depth")
+        counts = ([[one / n for one in getattr(each, name)] for each, n in texts] for name in by_position)
         return {
-            **lengths([each.new_tokens for each in self.texts], [each.row_rounds for each in self.texts]),
-            **rates(
-                *([getattr(each, name) for each in self.texts] for name in ("judged_per_depth", "accepted_per_depth"))
-            ),
-            "equal": 1 - len(parted) / len(self.texts),
+            **lengths(tokens, rounds),
+            **rates(*counts),
+            "equal": 1 - len(parted) / sum(n for _, n in texts),
             "refused": not all(each.is_near_tie(bound) for each in parted),
         }
 

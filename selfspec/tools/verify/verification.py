@@ -149,7 +149,7 @@ def _check_greedy(
         output = spec.generate(prompt, mask, max_new_tokens=settings.max_new_tokens, do_sample=False, accept=rule)
         texts[rule] = output.sequences[0, prompt.shape[1] :].tolist()
         compare(report.compared(Check.FREE_RUNNING, rule), texts[rule])
-        report.texts.append(output.stats)
+        report.texts.setdefault(number, []).append(output.stats)
     logits = forced_logits(spec, prompt, expected)
     off = largest_difference(logits, reference.logits.float()).max().item()
     report.logits_off = max(report.logits_off, off)

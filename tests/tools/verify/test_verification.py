@@ -28,6 +28,7 @@ from helpers.snapshot import Snapshot
 from selfspec.accept import TokenLevel
 from selfspec.adapters import ADAPTERS
 from selfspec.decode.noise import Noise
+from selfspec.decode.output import Stats
 from selfspec.draft import Budget, Draft, Drafter, EarlyExit, LayerSkip, RowsView, Stateless
 from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError
@@ -39,7 +40,7 @@ from selfspec.runtime.request import NO_LOGITS, PassResult
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.verify.fit import NEW_TOKENS, Outcome, Place, choose_places
 from selfspec.tools.verify.pruned import draft_logits, pruned_logits
-from selfspec.tools.verify.report import Check, Exactness, VerifyReport
+from selfspec.tools.verify.report import Check, DraftReport, Exactness, VerifyReport
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.verification import default_drafts, forced_logits, verify
 
@@ -129,6 +130,17 @@ def test_batch_invariant_passes_keep_every_bit_and_others_are_told(
 
 
 @pytest.mark.tools
+def test_texts_of_a_prompt_by_several_rules_are_no_further_texts() -> None:
+    exact, relaxed = (
+        Stats(row_rounds=rounds, new_tokens=16, judged_per_depth=[rounds], accepted_per_depth=[16 - rounds])
+        for rounds in (10, 8)
+    )
+    report = DraftReport("int8", texts={0: [exact, relaxed], 1: [relaxed, exact]})
+    figures = report.figures(Bound((2, 4)))
+    assert [figures[name] for name in ("n", "new_tokens", "rounds")] == [2, 32, 18]
+    assert (figures["judged_by_position"], figures["equal"], report.stats.new_tokens) == ([18], 1.0, 64)
+
+
 def test_equal_settings_give_equal_reports(llama: PreTrainedModel) -> None:
     drafts = [selfspec.drafts.EarlyExit(2)]
     short = replace(TEXTS, max_new_tokens=8)
