@@ -143,6 +143,8 @@ def serve(
     from selfspec.serve.served import Served, ServedModel
 
     hears = read_config(model.place).is_encoder_decoder
+    if hears:
+        _check_installed("soundfile", "python_multipart")
     limits = ServerLimits(
         body_bytes=parse_bytes("--max-body", bounds.max_body or ("25MiB" if hears else "4MiB")),
         new_tokens=bounds.max_new_tokens,
@@ -159,7 +161,6 @@ def serve(
         named: dict[str, Any] = {"limits": limits, "log_text": log_text, "aliases": address.alias or ()}
         served: ServedModel
         if hears:
-            _check_installed("soundfile", "python_multipart")
             from selfspec.serve.endpoints.transcriptions import ServedSpeech
             from selfspec.serve.transcriber import Transcriber
 
