@@ -90,7 +90,7 @@ def _output(result: type[BaseModel]) -> type[BaseModel]:
 _FAILURE = _model(Failure)
 
 OUTPUTS = {command: _output(_model(result)) for command, result in _results(app)}
-"""What each command prints, by its words, unless it failed before it had a result: see `Failed`."""
+"""Maps the words of each command to what it prints, unless it failed before it had a result: see `Failed`."""
 
 Failed: Any = create_model(
     "Failed",

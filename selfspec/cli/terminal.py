@@ -101,7 +101,7 @@ class ProgressBar(Watch):
         self._begun += steps
 
     def reach(self, done: float, steps: float, what: str = "") -> None:
-        """Show that so many of the steps are done."""
+        """Show how many of the steps are done."""
         self._progress.update(self._task, description=what, completed=done, total=steps)
 
 

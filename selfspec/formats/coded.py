@@ -192,7 +192,7 @@ class NvFp4(Coded):
 
 
 def _floats_of_4_bits(device: torch.device) -> Tensor:
-    """Return what codes of 2 bits of exponent and 1 of mantissa stand for, `[16]`."""
+    """Return the numbers of codes with 2 bits of exponent and 1 of mantissa, `[16]`."""
     half = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
     return torch.cat([half, -half])
 

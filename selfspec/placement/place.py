@@ -64,7 +64,7 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
 
 
 WITHOUT_COPIES = Cascade(PromptLookup(), Recycling())
-"""What drafts by default where no context leaves room for copies: a wide pass takes no longer than one over a token."""
+"""Drafts by default where no context leaves room for copies: a wide pass takes no longer than one over a token."""
 
 
 def default_draft(plan: Plan) -> Drafter | None:
@@ -172,15 +172,15 @@ def plan_checkpoint(
     inside = drafts_inside(weights)
     if beside is not None and beside not in {**inside, **copies()}:
         raise DraftConfigError(f"{beside} reads a part of packed weights: load with weights='planes', too")
-    named_formats = [] if beside is None else [beside]
     contexts = CONTEXTS if context is None else (context,)
     surveyed = survey(path, named_dtype, contexts[0], source, weights)
     bandwidth = surveyed.bandwidth()
-    without = WITHOUT_COPIES if draft is True else draft
-    own = without.own_bytes(surveyed.skeleton.model) if isinstance(without, Drafter) else surveyed.own
-    ways = [(replace(surveyed, own=own), named_formats)]
-    if draft is True:
-        ways = [(surveyed, [*inside, *copies()]), *ways]
+    # Copies draft where they have room.
+    ways = [(surveyed, [*inside, *copies()])] if draft is True else []
+    last_draft = WITHOUT_COPIES if draft is True else draft
+    if isinstance(last_draft, Drafter):
+        surveyed = replace(surveyed, own=last_draft.own_bytes(surveyed.skeleton.model))
+    ways.append((surveyed, [] if beside is None else [beside]))
 
     # Keys and values on the host are exact as well, but slower.
     kinds: list[CacheKind] = ["exact", "host"] if cache is None and surveyed.may_keep("host") else [cache or "exact"]

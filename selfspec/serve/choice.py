@@ -29,7 +29,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer: certain text before any stop string, and, where asked for, its committed tokens."""
+    """Holds what is new of an answer: certain text before any stop string, and committed tokens where asked for."""
 
     text: str
     scored: tuple[ScoredToken, ...] = ()

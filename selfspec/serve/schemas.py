@@ -143,7 +143,7 @@ class AnswerFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """What an answer fits, as vLLM's clients say it: one of these."""
+    """Says what an answer has to fit, in the terms of vLLM's clients: one of these."""
 
     json_schema: dict[str, Any] | None = Field(None, alias="json")
     regex: Annotated[str, StringConstraints(min_length=1, max_length=10_000)] | None = None

@@ -76,7 +76,7 @@ class ServedModel(ABC):
 
 
 class Served(ServedModel):
-    """A model that goes on with texts.
+    """A model that continues texts.
 
     `template` replaces the tokenizer's own chat template; without either, chats are refused. The model writes tokens
     below `vocabulary` and reads those below `readable`, which may be more.

@@ -42,7 +42,7 @@ def launches(module: GraphModule) -> Iterator[str]:
 
 
 def in_planes(states: Tensor, weights: list[list[Tensor]], gate: str | None = None) -> Tensor:
-    """What several products in planes are in one launch."""
+    """Compute several products in planes, as one launch does."""
     found = []
     for upper, rows, *others in weights:
         parts = {"upper": upper, "rows": rows}
