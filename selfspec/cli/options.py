@@ -18,7 +18,6 @@ from typer.models import OptionInfo
 from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import CheckpointError, DraftConfigError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.measure.settings import Option as Described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,10 +266,6 @@ def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
 
 def _option(name: str, hint: Any, default: Any, panel: str | None) -> Parameter:
     info = copy(hint.__metadata__[0])
-    if isinstance(info, Described):
-        # A switch is turned on; it is off by itself.
-        words = [f"--{name.replace('_', '-')}"] if hint.__origin__ is bool else []
-        info = typer.Option(*words, **vars(info), show_default=info.parser is None)
     if isinstance(info, OptionInfo):
         kinds = _kinds(hint.__origin__)
         info.rich_help_panel = panel

@@ -1,35 +1,15 @@
-"""Describe and check settings of tools; the command line makes an option of each described field.
+"""Check settings of tools, whose fields are annotated as options of the command line.
 
 It imports no torch, so that commands can show their help without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from selfspec.arguments import is_finite, is_whole, shown
 from selfspec.errors import SelfSpecError
-
-
-@dataclass(frozen=True)
-class Option:
-    """Describes a field of settings, in its annotation; the command line makes an option of each such field.
-
-    Attributes:
-        min: the least value; `check_numbers` refuses smaller ones.
-        max: the greatest value that the command line takes.
-        metavar: name of the value in help; None: its type.
-        parser: makes the value of text; None: its type does.
-    """
-
-    help: str
-    min: float | None = None
-    max: float | None = None
-    metavar: str | None = None
-    parser: Callable[[str], object] | None = None
 
 
 def check_numbers(settings: Any, error: type[SelfSpecError]) -> None:

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from typer import Option
+
 from selfspec.errors import DraftConfigError
-from selfspec.measure.settings import Option, check_numbers
+from selfspec.measure.settings import check_numbers
 
 # Larger trees than pay on any machine that was looked at.
 _MOST_NODES = 256

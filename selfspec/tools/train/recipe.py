@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from typer import Option
+
 from selfspec.errors import TrainingError
-from selfspec.measure.settings import Option, check_numbers
+from selfspec.measure.settings import check_numbers
 
 Files = Annotated[
     list[Path],
@@ -91,7 +93,7 @@ def parse_exits(text: str) -> tuple[int, ...]:
 
 Exits = Annotated[
     tuple[int, ...],
-    Option(parser=parse_exits, metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4."),
+    Option(parser=parse_exits, show_default=False, metavar="LAYERS", help="Exit layers to train, e.g. 2,3,4."),
 ]
 
 

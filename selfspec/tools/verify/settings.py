@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from typer import Option
+
 from selfspec.arguments import shown
 from selfspec.errors import UnsupportedOptionError
-from selfspec.measure.settings import Option, check_numbers
+from selfspec.measure.settings import check_numbers
 
 if TYPE_CHECKING:
     from selfspec.accept import Rule
