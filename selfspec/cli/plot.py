@@ -21,9 +21,9 @@ class Plotted:
 
 
 def plot(
-    table: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A folder of a study or benchmark, its runs.jsonl, a .csv or .parquet."),
+    tables: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Folders of studies or benchmarks, runs.jsonl, .csv or .parquet."),
     ],
     x: Annotated[
         str, typer.Option("--x", metavar="COLUMN", help="Column across; `position`: that of a draft's tokens.")
@@ -52,10 +52,12 @@ def plot(
     from selfspec.tools.lab.report import require_packages
 
     require_packages()
+    import pandas
+
     check_output_file(to)
     if to.suffix not in (".pdf", ".svg", ".png"):
         raise StudyError(f"{to}: pictures are .pdf, .svg or .png; end its name with one of these")
-    found = read_table(table)
+    found = pandas.concat(map(read_table, tables), ignore_index=True)
     for each in only or ():
         name, given, value = each.partition("=")
         if not given or name not in found:
@@ -63,7 +65,7 @@ def plot(
         found = found[[_shown(cell) == value for cell in found[name]]]
     draw(found, x, y, by, colour=colour, panel=panel, to=to, width=width, height=height, font=font)
     if output == "text":
-        print(f"{to} has {len(found)} lines of {table}")
+        print(f"{to} has {len(found)} lines of {', '.join(map(str, tables))}")
     return Plotted(file=str(to), lines=len(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,6 +32,7 @@ class Searched:
     scores: list[dict[str, Any]]
     file: str
     study: dict[str, Any]
+    by: str
     sublayers: list[int | None]
     evaluations: int
     doubts: list[str]
@@ -47,6 +48,14 @@ def search(
     sublayers: Annotated[
         str | None, typer.Option(metavar="N|MIN-MAX", help="Sublayers to leave out; default: up to half of them.")
     ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Leave out layers whole, attention and MLP.")] = False,
+    by: Annotated[
+        Literal["similarity", "bayes", "greedy"],
+        typer.Option(
+            help="`similarity` of hidden states, by dynamic programming as in CLaSp and KnapSpec; `bayes`, Bayesian "
+            "optimisation as in Draft & Verify; `greedy`, one more at a time, from one on."
+        ),
+    ] = "similarity",
     workload: Annotated[
         str, typer.Option(metavar="NAME=FILE", help="Prompts, as of `selfspec bench`; or `demo`.")
     ] = "demo",
@@ -59,10 +68,7 @@ def search(
     ] = None,
     output: Output = "text",
 ) -> Searched:
-    """Search for the skip set that promises the highest speed, by measured costs and the model's own text.
-
-    Sets are proposed by dynamic programming on hidden states, as in CLaSp and KnapSpec.
-    """
+    """Search for the skip set that promises the highest speed, by measured costs and the model's own text."""
     fewest, most = _sizes(sublayers)
 
     from selfspec.tools.lab import search as searching
@@ -83,13 +89,15 @@ def search(
     check_inputs(study)
     studied = load(model, study, machine.device)
     space = Space.of(studied.model, studied.adapter, fewest, most)
+    space = space.of_layers if layers else space
     with progress_bar("searching") as bar:
-        finding = searching.search(studied, study, space, evaluations, runs, bar)
+        finding = searching.search(studied, study, space, evaluations, runs, bar, by)
     scores = searching.scored(finding)
     best = max(scores, key=lambda row: row["predicted_speedup"])
     about: dict[str, Any] = {
         "study": asdict(study),
         "sublayers": [space.fewest, space.most],
+        "by": by,
         "evaluations": len(scores),
     }
     searching.save(best, studied, to, about)

@@ -116,7 +116,7 @@ def test_bench_and_its_report(said: Said, folder: str, texts: str, tmp_path: Pat
     text = (to / "report.md").read_text()
     assert "| selfspec exit:2, length 3 |" in text
     pictures = {f"{name}.{end}" for name in ("speed", "tokens", "positions", "cost", "exits") for end in ("png", "pdf")}
-    written = {"runs.jsonl", "report.md", "table.csv", "table.parquet", "texts.parquet"}
+    written = {"runs.jsonl", "report.md", "table.csv", "table.parquet"}
     assert written <= {file.name for file in to.iterdir()} <= written | pictures
     (to / "report.md").unlink()
     assert said(*words) == found
@@ -181,7 +181,7 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
         assert row["mean_accepted_length"] >= 1
         assert not [name for name in row if "second" in name or "speedup" in name]
     assert {file.name for file in (tmp_path / "to").glob("*.png")} == {"positions.png", "tokens.png"}
-    rows = pandas.read_parquet(tmp_path / "to" / "texts.parquet")
+    rows = pandas.read_json(tmp_path / "to" / "runs.jsonl", lines=True)
     assert set(rows["draft"]) == {"int8", "lookup"}
     assert rows["prompt"].str.len().min() > 0
     assert rows["text"].str.len().min() > 0
@@ -196,7 +196,7 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     assert ending.status == 0, ending.stderr
     assert "exit:4" in ending.stdout
     assert "0 failed" in ending.stdout
-    names = {"runs.jsonl", "table.csv", "table.parquet", "texts.parquet", "report.md", "cost.png", "exits.pdf"}
+    names = {"runs.jsonl", "table.csv", "table.parquet", "report.md", "cost.png", "exits.pdf"}
     assert names <= {file.name for file in to.iterdir()}
 
 
@@ -350,7 +350,7 @@ def test_a_report_says_them_apart(two: list[str], said: Said, tmp_path: Path) ->
     for model in two:
         _bench(said, model, tmp_path)
     bases = [origin(AutoModelForCausalLM.from_pretrained(model))["weights"][:8] for model in two]
-    page, texts = (tmp_path / REPORT).read_text(), pandas.read_parquet(tmp_path / "texts.parquet")
+    page, texts = (tmp_path / REPORT).read_text(), pandas.read_json(tmp_path / "runs.jsonl", lines=True)
     assert all(f"## model {base}, demo" in page for base in bases)
     assert {each[:8] for each in texts["weights"]} == set(bases)
     study = said(

@@ -50,7 +50,7 @@ def test_a_profile_is_written_and_drafted_with(
     kept = profiles.parent / "kept"
     result = said("calibrate", folder, *QUICK, "--prompt-file", str(prompts), "--keep", str(kept))
     # What was generated is a table of the lab.
-    texts = pandas.read_parquet(kept / "texts.parquet")
+    texts = pandas.read_json(kept / "runs.jsonl", lines=True)
     assert set(texts[texts["batch"] == 1]["call"]) == {0, 1}
     tried = {each["name"].partition(",")[0] for each in result["report"]["greedy"]["confirmed"]}
     assert {"none", *tried} == {*texts[texts["temperature"] == 0]["draft"].fillna("none")}

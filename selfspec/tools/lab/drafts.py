@@ -8,9 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import getsource
-from itertools import combinations, islice
+from itertools import combinations, groupby, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,9 +41,12 @@ SkipSet = frozenset[Sublayer]
 
 @dataclass(frozen=True)
 class Space:
-    """The sets a search may choose: `fewest` to `most` of the sublayers that can be left out, never all of them."""
+    """The sets a search may choose: `fewest` to `most` of the sublayers that can be left out, never all of them.
 
-    choices: tuple[Sublayer, ...]
+    `units` are what is left out together: each sublayer by itself, or layers whole.
+    """
+
+    units: tuple[SkipSet, ...]
     fewest: int
     most: int
 
@@ -62,13 +65,29 @@ class Space:
                 f"skip sets of {fewest} to {largest} sublayers are out of range; this model has {len(choices)} "
                 f"sublayers, choose from 1..{len(choices) - 1}"
             )
-        return cls(choices, fewest, largest)
+        return cls(tuple(frozenset({each}) for each in choices), fewest, largest)
+
+    @property
+    def choices(self) -> tuple[Sublayer, ...]:
+        """Sublayers that can be left out, first to last."""
+        return tuple(sorted(each for unit in self.units for each in unit))
+
+    @property
+    def of_layers(self) -> Space:
+        """The same space, of whole layers."""
+        units = [frozenset(some) for _, some in groupby(self.choices, lambda each: each.layer)]
+        return replace(self, units=tuple(units))
+
+    def has(self, skipped: SkipSet) -> bool:
+        """Return whether a set is made of units, whatever their number."""
+        whole: SkipSet = frozenset()
+        return skipped == whole.union(*(unit for unit in self.units if unit <= skipped))
 
     def random(self, seed: int) -> Iterator[SkipSet]:
         """Draw sets at random, size first; the same one may come again."""
-        draws = Random(seed)
+        draws, choices = Random(seed), self.choices
         while True:
-            yield frozenset(draws.sample(self.choices, draws.randint(self.fewest, self.most)))
+            yield frozenset(draws.sample(choices, draws.randint(self.fewest, self.most)))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import product
+from numbers import Real
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,8 @@ _MARKERS, _DASHES = "osv^dDPX*", ("-", "--", ":", "-.")
 _PANEL, _LINE, _TURNED, _KEYS_ACROSS = 1.7, 0.13, 1.5, 3
 # Width of a letter in sizes of the font, letters of the narrowest title, and height of another line of it in inches.
 _LETTER, _NARROWEST, _FURTHER = 0.6, 16, 0.13
-# Numbers of columns and of lines of a heat map that have room for their figures.
-_LABELLED = (9, 40)
+# Numbers of columns and of lines of a heat map that have room for their figures; its share of the width.
+_LABELLED, _HEATED = (9, 40), 0.75
 # What a speed-up or a mean accepted length is compared with.
 _BASELINES = {"speedup": 1.0, "mean_accepted_length": 1.0}
 
@@ -111,7 +112,7 @@ def plot(
     rows = drawn[y].nunique() if colour or _is_named(drawn, x, y) else 0
     # A title begins where the axes do, right of what names their lines.
     beside = 2 + max((len(_cut(each)) for each in drawn[y].unique() if isinstance(each, str)), default=6)
-    room = max(_NARROWEST, int(72 * width / (_LETTER * font)) - beside)
+    room = max(_NARROWEST, _letters(width, font) - beside)
     titles = {name: wrap(str(name), room) for name in names if name is not None}
     each = 0.35 + _LINE * rows if rows else _PANEL
     each += _TURNED if colour and _is_named(drawn, x) else 0
@@ -126,10 +127,12 @@ def plot(
             if name in titles:
                 axes.set_title("\n".join(titles[name]), loc="left")
             if colour is not None:
-                _heat(figure, axes, shown, x, y, colour)
+                _heat(figure, axes, shown, x, y, colour, int(_HEATED * room))
             else:
                 _points(axes, shown, x, y, by, looks)
             axes.label_outer()
+            for beside_axes in figure.axes:
+                beside_axes.set_ylabel("\n".join(wrap(beside_axes.get_ylabel(), _letters(each, font))))
         if keys:
             handles, labels = grid[0, 0].get_legend_handles_labels()
             shown_keys = dict(zip(labels, handles, strict=True))
@@ -160,8 +163,15 @@ def _cut(name: Any, most: int = 28) -> str:
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-most // 2 :]}"
 
 
-def _ordered(values: Sequence[Any]) -> list[Any]:
-    return sorted(values) if all(isinstance(each, int | float) for each in values) else [*values]
+def _letters(inches: float, font: float) -> int:
+    """Return the number of letters that there is room for."""
+    return int(72 * inches / (_LETTER * font))
+
+
+def _ordered(values: Iterable[Any]) -> list[Any]:
+    """Return numbers in order, and names as they are."""
+    given = [*values]
+    return sorted(given) if all(isinstance(each, Real) for each in given) else given
 
 
 def _is_named(table: DataFrame, *columns: str) -> bool:
@@ -237,8 +247,10 @@ def _baseline(axes: Axes, x: str, y: str) -> None:
                 ends(0)
 
 
-def _heat(figure: Figure, axes: Axes, table: DataFrame, x: str, y: str, colour: str) -> None:
-    values = table.pivot_table(index=y, columns=x, values=colour, sort=not _is_named(table, x, y))
+def _heat(figure: Figure, axes: Axes, table: DataFrame, x: str, y: str, colour: str, room: int) -> None:
+    """Draw a heat map; `room` is the number of letters beside each other that fit below it."""
+    values = table.pivot_table(index=y, columns=x, values=colour, sort=False)
+    values = values.reindex(index=_ordered(values.index), columns=_ordered(values.columns))
     image = axes.imshow(values, cmap="cividis", aspect="auto")
     (lines, columns), middle = values.shape, (image.norm.vmin + image.norm.vmax) / 2  # type: ignore[operator]
     if columns <= _LABELLED[0] and lines <= _LABELLED[1]:
@@ -247,10 +259,11 @@ def _heat(figure: Figure, axes: Axes, table: DataFrame, x: str, y: str, colour: 
             if value == value:
                 ink = "white" if value < middle else "black"
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=5, color=ink)
-    every = -(-columns // 16)
     up, across = ([_cut(each) if isinstance(each, str) else f"{each:g}" for each in side] for side in values.axes)
-    turned = 90 if _is_named(table, x) else 0
-    axes.set_xticks(range(0, columns, every), across[::every], rotation=turned)
+    named = _is_named(table, x)
+    # Numbers are left out where they would touch; names are turned, and none is.
+    every = 1 if named else -(-columns * (max(map(len, across)) + 1) // room)
+    axes.set_xticks(range(0, columns, every), across[::every], rotation=90 if named else 0)
     axes.set_yticks(range(lines), up)
     axes.tick_params(length=0)
     axes.set(xlabel=_words(x), ylabel=_words(y))
@@ -258,13 +271,16 @@ def _heat(figure: Figure, axes: Axes, table: DataFrame, x: str, y: str, colour: 
 
 
 def read_table(file: Path) -> DataFrame:
-    """Read a table of the lab: a folder, its `runs.jsonl`, or a file of CSV or Parquet that was made of it."""
+    """Read a table of the lab: that of a folder with a report, its `runs.jsonl`, or a file of CSV or Parquet."""
     import pandas
 
     from selfspec.tools.lab.runs import FILE, Runs
 
     readers = {".parquet": pandas.read_parquet, ".csv": pandas.read_csv}
     try:
+        # Costs are in the table of the report alone.
+        if (reported := file / "table.parquet").is_file():
+            return pandas.read_parquet(reported)
         if file.is_dir() or file.name == FILE:
             runs = Runs(file if file.is_dir() else file.parent)
             return summarise([*runs.measured("generation"), *runs.measured("teacher forcing")])

@@ -18,8 +18,8 @@ from selfspec.tools.lab.table import by_conditions, doubts, records, shown, summ
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-REPORT, TABLE, TEXTS = "report.md", "table", "texts"
-"""Files of a report: the page; the table; and a line for each text."""
+REPORT, TABLE = "report.md", "table"
+"""Files of a report: the page, and the table."""
 
 PROVENANCE = (
     "model", "weights", "parameters", "dtype", "prompts", "seed", "selfspec", "commit", "torch", "transformers",
@@ -74,9 +74,7 @@ def write_report(heading: str, rows: Sequence[Row], about: Mapping[str, Any], fo
     with whole(folder / REPORT, _KEPT) as draft:
         draft.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     made_with = {"declared": about, "provenance": provenances(rows)}
-    written = [write_data(_frame(rows), made_with, folder / TEXTS, csv=False)]
-    written.append(write_data(table, made_with, folder / TABLE, csv=True))
-    return [folder / REPORT, *pictures, *written, folder / f"{TABLE}.csv"]
+    return [folder / REPORT, *pictures, *write_data(table, made_with, folder / TABLE)]
 
 
 def provenances(rows: Sequence[Row]) -> list[Row]:
@@ -131,26 +129,18 @@ def escaped(text: str) -> str:
     return _BEGINNING.sub(r"\1\\\2", _SPECIAL.sub(r"\\\g<0>", line))
 
 
-def _frame(rows: Sequence[Row]) -> DataFrame:
-    import pandas
-
-    # What costs were put together from is in the file of runs.
-    return pandas.DataFrame([{name: row[name] for name in row if name not in ("prices", "timed")} for row in rows])
-
-
-def write_data(frame: DataFrame, about: Mapping[str, Any], place: Path, csv: bool) -> Path:
+def write_data(frame: DataFrame, about: Mapping[str, Any], place: Path) -> list[Path]:
     """Write a table as Parquet, which also holds what it was made with, and as CSV with lists as JSON."""
     import pyarrow
     from pyarrow import parquet
 
     as_json = frame.map(lambda value: json.dumps(value) if isinstance(value, list | dict) else value)
-    if csv:
-        with whole(place.with_suffix(".csv"), _KEPT) as draft:
-            draft.write_text(as_json.to_csv(index=False, float_format="%.6g", lineterminator="\n"), encoding="utf-8")
+    with whole(place.with_suffix(".csv"), _KEPT) as draft:
+        draft.write_text(as_json.to_csv(index=False, float_format="%.6g", lineterminator="\n"), encoding="utf-8")
     data = pyarrow.Table.from_pandas(frame, preserve_index=False)
     with whole(place.with_suffix(".parquet"), _KEPT) as draft:
         parquet.write_table(data.replace_schema_metadata({"selfspec": json.dumps(about, default=str)}), draft)
-    return place.with_suffix(".parquet")
+    return [place.with_suffix(".parquet"), place.with_suffix(".csv")]
 
 
 def draw(table: DataFrame, folder: Path) -> list[Path]:

@@ -1,16 +1,17 @@
 """Search for the skip set that promises the highest speed.
 
-Skip sets are proposed by similarity of hidden states, and estimated as in a study: acceptance by teacher forcing, cost
-by price, speed by both.
+Sets are proposed by similarity of hidden states, by Bayesian optimisation or greedily, and estimated as in a study:
+acceptance by teacher forcing, cost by price, speed by both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,13 @@ from selfspec.tools.lab.drafts import SkipSet, Space, named_drafts, skip_name
 from selfspec.tools.lab.prices import Prices
 from selfspec.tools.lab.runs import Row, Runs
 from selfspec.tools.lab.study import StudiedModel, Study, text_run, texts_of
-from selfspec.tools.lab.table import records
+from selfspec.tools.lab.table import records, summarise
+
+SearchBy = Literal["similarity", "bayes", "greedy"]
+"""Ways to propose sets: by dynamic programming on similarity of states, by Bayesian optimisation, one unit by one."""
+
+Promised = Callable[[Sequence[SkipSet]], list[float]]
+"""Evaluates sets; returns the highest predicted speed-up of each, over the draft lengths."""
 
 # Ways that dynamic programming keeps for each amount of cost saved.
 _WIDTH = 6
@@ -45,25 +52,84 @@ def search(
     evaluations: int,
     runs: Runs | None = None,
     watch: Watch | None = None,
+    by: SearchBy = "similarity",
 ) -> Finding:
     """Search for the skip set of a model that promises the highest speed on texts that it writes itself.
 
     Prompts are those of the first workload; the study has one temperature. The same call with the same runs continues.
-    Returns what was found for all sets evaluated, at most `evaluations`, in order; one that failed is a StudyError.
+    Returns what was found for all sets evaluated, at most `evaluations`; `evaluation` says in which order. One that
+    failed is a StudyError, as is `by="bayes"` without Optuna.
     """
     study, kept, watch = replace(study, confirm=0), runs or Runs(None), watch or Watch()
+    if by == "bayes" and find_spec("optuna") is None:
+        raise StudyError("a Bayesian search needs Optuna; pip install 'selfspec[bench]'")
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
     known = {row["measured"]: row for row in _found(kept, study, studied, [], watch)}
-    (workload,) = studied.prompts
-    texts = kept[text_run(studied, workload, study.temperatures[0], study)]
-    compared = _compared(studied, texts_of(texts, studied.model.device))
-    sets = _each_size_in_turn(sets_by_similarity(compared, space, Prices.of(known["costs"]), _WIDTH))
-    return Finding(study, _found(kept, study, studied, sets[:evaluations], watch))
+    places: dict[str, int] = {}
+    found: list[Row] = []
+
+    def promised(sets: Sequence[SkipSet]) -> list[float]:
+        names = [*map(skip_name, sets)]
+        rows = _found(kept, study, studied, sets, watch)
+        new = dict.fromkeys(name for name in names if name not in places)
+        places.update((name, len(places) + number) for number, name in enumerate(new, 1))
+        judged = [{**row, "evaluation": places[row["draft"]], "search": by} for row in rows if row.get("draft")]
+        found.extend(row for row in judged if row["draft"] in new)
+        best = summarise(judged).groupby("draft")["predicted_speedup"].max()
+        return [float(best[name]) for name in names]
+
+    if by == "similarity":
+        (workload,) = studied.prompts
+        texts = kept[text_run(studied, workload, study.temperatures[0], study)]
+        compared = _compared(studied, texts_of(texts, studied.model.device))
+        sets = _each_size_in_turn(sets_by_similarity(compared, space, Prices.of(known["costs"]), _WIDTH))
+        if not sets:
+            raise StudyError(f"no set of {space.fewest} to {space.most} sublayers is of whole layers; allow others")
+        promised(sets[:evaluations])
+    elif by == "bayes":
+        search_by_bayes(space, evaluations, study.seed, promised)
+    else:
+        search_greedily(space, evaluations, promised)
+    return Finding(study, found)
+
+
+def search_by_bayes(space: Space, evaluations: int, seed: int, promised: Promised) -> None:
+    """Evaluate sets that a tree-structured Parzen estimator (Bergstra et al., 2011) proposes, one after the other.
+
+    It models, of each set, its size and what each unit is worth. Bayesian optimisation of skip sets is Draft & Verify's
+    (Zhang et al., 2024, arXiv 2309.08168), there with a Gaussian process.
+    """
+    import optuna
+
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    trials = optuna.create_study(direction="maximize", sampler=sampler)
+    for _ in range(evaluations):
+        trial = trials.ask()
+        size = trial.suggest_int("sublayers", space.fewest, space.most)
+        worth = {unit: trial.suggest_float(skip_name(unit), 0.0, 1.0) for unit in space.units}
+        skipped: SkipSet = frozenset()
+        for unit in sorted(space.units, key=lambda unit: worth[unit]):
+            skipped |= unit if len(skipped | unit) <= size else frozenset()
+        trials.tell(trial, promised([skipped]))
+
+
+def search_greedily(space: Space, evaluations: int, promised: Promised) -> None:
+    """Leave out one unit more at a time, always the one without which most is promised; begins with single ones."""
+    chosen: SkipSet = frozenset()
+    while True:
+        longer = [chosen | unit for unit in space.units if not unit <= chosen and len(chosen | unit) <= space.most]
+        longer = longer[:evaluations]
+        if not longer:
+            return
+        evaluations -= len(longer)
+        speeds = promised(longer)
+        chosen = longer[speeds.index(max(speeds))]
 
 
 def scored(finding: Finding) -> list[Row]:
     """Return the lines of the sets at their best draft lengths, in the order in which they were evaluated."""
-    return [row for row in records(finding.table) if row.get("best_length")]
+    return sorted((row for row in records(finding.table) if row.get("best_length")), key=lambda row: row["evaluation"])
 
 
 def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], watch: Watch) -> list[Row]:
@@ -136,7 +202,7 @@ def sets_by_similarity(text: TeacherForcedText, space: Space, prices: Prices, wi
         found = []
         for parts in _WAYS:
             left_out = frozenset(Sublayer(layer, part) for part in WHOLE - parts)
-            if left_out <= frozenset(space.choices):
+            if space.has(left_out):
                 leaving = text.run(layer, parts, entering).chunk(len(kept), -3)
                 weight = sum(units[each.part] for each in left_out)
                 for way, states in zip(kept, leaving, strict=True):

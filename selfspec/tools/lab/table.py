@@ -110,7 +110,7 @@ def _figures(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
         figures["equal"] = float(calls["equal"].mean())
     if "repeated_share" in calls:
         figures["repeated_share"] = float(calls["repeated_share"].mean())
-    figures |= _first(calls, "refused", "cache_bytes", "cores", "free")
+    figures |= _first(calls, "refused", "cache_bytes", "cores", "free", "evaluation", "search")
     return figures
 
 
@@ -300,12 +300,15 @@ def _title(row: Row) -> str:
 
 
 def _with_best(table: DataFrame) -> DataFrame:
-    """Mark the draft length of each draft that promises most."""
+    """Mark the draft length of each draft that promises most, and say what a search had found by then."""
     if "predicted_speedup" in table:
         same = (*CONDITIONS, "setting", "texts", "turns", "draft", "accept", "measured")
         by = [name for name in same if name in table]
         most = table.groupby(by, dropna=False)["predicted_speedup"].transform("max")
         table["best_length"] = table["predicted_speedup"] == most
+    if "evaluation" in table:
+        in_order = table[table["best_length"]].sort_values("evaluation")
+        table["best_so_far"] = in_order.groupby(["conditions", "search"])["predicted_speedup"].cummax()
     return table
 
 

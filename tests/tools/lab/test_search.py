@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
 from selfspec.tools.lab.ablation import Finding, work_on
-from selfspec.tools.lab.drafts import Space, draft_kind, skip_name
+from selfspec.tools.lab.drafts import Space, draft_kind, skip_name, skip_set
 from selfspec.tools.lab.prices import Prices, costs_run, prices_by_measurement, prices_by_weights, timed_paths
 from selfspec.tools.lab.runs import Runs
-from selfspec.tools.lab.search import scored, search, sets_by_similarity
+from selfspec.tools.lab.search import SearchBy, scored, search, sets_by_similarity
 from selfspec.tools.lab.study import StudiedModel
 from selfspec.tools.lab.table import estimate_in, records
 
@@ -61,6 +61,42 @@ def test_in_a_third_of_the_evaluations_it_finds_the_best_pair(studied: StudiedMo
 def test_sets_have_sizes_that_were_asked_for(studied: StudiedModel) -> None:
     found = scored(search(studied, STUDY, _space(studied, 1, 5), evaluations=40))
     assert all(1 <= row["skipped"] <= 5 for row in found)
+
+
+@pytest.mark.tools
+def test_a_greedy_search_keeps_what_it_left_out(studied: StudiedModel) -> None:
+    found = scored(search(studied, STUDY, _space(studied, 1, 3), evaluations=10 + 9 + 4, by="greedy"))
+    sizes = [[row for row in found if row["skipped"] == size] for size in (1, 2, 3)]
+    assert [len(some) for some in sizes] == [10, 9, 4]
+    for shorter, longer in pairwise(sizes):
+        best = max(shorter, key=lambda row: row["predicted_speedup"])["draft"]
+        assert all(skip_set(best) < skip_set(row["draft"]) for row in longer)
+
+
+@pytest.mark.tools
+def test_a_bayesian_search_says_how_it_went_and_goes_the_same_way_again(studied: StudiedModel, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    space, runs = _space(studied, 1, 3), Runs(tmp_path)
+    found = scored(search(studied, STUDY, space, 12, runs, by="bayes"))
+    assert {row["skipped"] for row in found} <= {1, 2, 3}
+    assert [row["evaluation"] for row in found] == [*range(1, len(found) + 1)]
+    speeds = [row["predicted_speedup"] for row in found]
+    assert [row["best_so_far"] for row in found] == pytest.approx([*accumulate(speeds, max)])
+    judged = len(runs.measured("teacher forcing"))
+    assert scored(search(studied, STUDY, space, 12, runs, by="bayes")) == found
+    assert len(runs.measured("teacher forcing")) == judged
+
+
+def test_layers_are_left_out_whole(studied: StudiedModel) -> None:
+    space = _space(studied, 2, 4).of_layers
+    assert [len(unit) for unit in space.units] == [2] * 5
+    ways: list[SearchBy] = ["similarity", "greedy"]
+    for by in ways:
+        found = scored(search(studied, STUDY, space, 6, by=by))
+        assert found
+        assert all(space.has(skip_set(row["draft"])) for row in found)
+    with pytest.raises(StudyError, match="3 to 3 sublayers"):
+        search(studied, STUDY, replace(space, fewest=3, most=3), 6)
 
 
 def test_a_search_takes_over_what_a_study_found_and_leaves_other_sets_alone(

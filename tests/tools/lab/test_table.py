@@ -6,9 +6,11 @@ import json
 import math
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
@@ -214,6 +216,28 @@ def test_pictures_fit_a_column_and_say_what_they_show(tmp_path: Path) -> None:
         plot(table.assign(speed=float("nan")), "speed", "alpha")
 
 
+def test_a_heat_map_has_numbers_in_order_and_labels_apart() -> None:
+    names = [f"texts/{kind}" for kind in ("chat", "code", "summary")]
+    layers = sorted(range(30), key=str)
+    table = pandas.DataFrame(
+        [{"layer": layer, "workload": name, "alpha": layer / 30} for name in names for layer in layers]
+    )
+    for x, y in (("layer", "workload"), ("workload", "layer")):
+        figure = plot(table, x, y, colour="alpha")
+        figure.draw_without_rendering()
+        axes, bar = figure.axes
+        (image,) = axes.images
+        shown = image.get_array()
+        assert shown is not None
+        along = 1 if x == "layer" else 0
+        assert (np.diff(shown, axis=along) > 0).all()
+        boxes = [each.get_window_extent() for each in axes.get_xticklabels()]
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+        label = bar.yaxis.label.get_window_extent()
+        assert 0 <= label.y0 <= label.y1 <= figure.bbox.y1
+        assert label.x1 <= figure.bbox.x1
+
+
 def test_positions_with_hardly_a_trial_are_not_drawn() -> None:
     rare = [text_row("draft", call, "exit:2", judged=[20, 3], accepted=[10, 3]) for call in range(3)]
     assert positions(summarise(rare))["position"].tolist() == [1]
@@ -226,7 +250,7 @@ def test_a_report_is_written_whole_and_shows_names_as_they_are(tmp_path: Path) -
     name = "a|b # <b>$x^$ [c](d) *e* `f` _g_ ~h~ &amp; \\"
     usual, odd = (tmp_path / each for each in ("usual", "odd"))
     files = write_report("Study", study(6), {"seed": 0}, usual)
-    assert {file.name for file in files} >= {"report.md", "table.csv", "table.parquet", "texts.parquet"}
+    assert {file.name for file in files} >= {"report.md", "table.csv", "table.parquet"}
     assert {file.stem for file in usual.glob("*.pdf")} == {"tokens", "importance", "exits", "cost", "positions"}
     about = json.loads(parquet.read_table(usual / "table.parquet").schema.metadata[b"selfspec"])
     assert about["declared"] == {"seed": 0}
@@ -254,4 +278,7 @@ def test_a_folder_of_runs_is_a_table(tmp_path: Path) -> None:
         assert read_table(place)["draft"].tolist() == ["exit:2"]
     with pytest.raises(StudyError, match="is no table"):
         read_table(tmp_path / "x.txt")
+    # What rounds cost is in a report alone.
+    write_report("Study", study(3), {}, tmp_path)
+    assert read_table(tmp_path)["predicted_speedup"].notna().all()
     assert draw(summarise([]), tmp_path) == []
