@@ -4,22 +4,26 @@
 
 Every whole answer is compared with `spec.generate` of the same row, greedy and seeded. First tokens are
 timed at an idle server, while each hostile request runs there, and under load with and without the hostile ones.
+Meanwhile a process of its own asks for /health, twenty times a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
+import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +44,17 @@ _PATH = "/v1/completions"
 _CONTEXT = 200
 _LENGTHS = (8, 16, 24, 48)
 _IDLE_CONNECTIONS, _TURNS = 450, 8
+_PROBE_SECONDS = 0.05
+# After which a client gives up on a grammar.
+_PATIENCE = 0.05
+
+
+_LONG = "([a-z]{1,60}[0-9]{1,60}){1,40}"
 
 
 def _fitting(schema: dict[str, Any]) -> dict[str, Any]:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    return {"model": "m", "prompt": "a", "max_tokens": 8, "response_format": form}
+    return {"prompt": "a", "max_tokens": 8, "response_format": form}
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -54,38 +64,74 @@ def _deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-_BAD: dict[str, dict[str, Any] | bytes] = {
-    "no JSON": b"{",
-    "brackets": b"[" * 100_000,
-    "another model": {"model": "none", "prompt": "a"},
-    "no number": {"model": "m", "prompt": "a", "temperature": "hot"},
-    "an unknown field": {"model": "m", "prompt": "a", "surprise": 1},
-    "3.8 MB of text": {"model": "m", "prompt": "word and " * 430_000},
-    "20,000 values": _fitting({"enum": [f"value{index}" for index in range(20_000)]}),
-    "400 levels": _fitting(_deep(400)),
-    "a schema of itself": _fitting({"$ref": "#"}),
-    "a keyword that no grammar holds": _fitting({"type": "array", "uniqueItems": True}),
-    "ids outside the vocabulary": {"model": "m", "prompt": [10**9]},
-}
-"""Requests that are to be refused."""
-# About as much as is compiled at all; it is answered, and keeps a thread busy for seconds.
-_HEAVY = _fitting({"type": "string", "pattern": "([a-z]{1,60}[0-9]{1,60}){1,40}"})
-
-
 @dataclass(frozen=True)
 class Job:
-    """A request and its expected answer."""
+    """A request: its expected answer, whether it is to be refused, and when its client leaves.
 
-    body: dict[str, Any] | bytes
+    It leaves after so many pieces of the answer, or gives up before any.
+    """
+
+    body: bytes
     expected: str | None = None
     leave_after: int | None = None
+    refused: bool = False
+    gives_up: bool = False
+    path: str = _PATH
 
     @property
     def kind(self) -> str:
         """Kind of the client that sends it."""
         if self.expected is None:
-            return "heavy" if self.body is _HEAVY else "bad"
+            return "gives up" if self.gives_up else "bad" if self.refused else "heavy"
         return "whole" if self.leave_after is None else "leaves"
+
+
+def _sent(body: Any, path: str = _PATH) -> Job:
+    return Job(json.dumps({"model": "m", **body}).encode(), path=path, refused=True)
+
+
+def _message(**fields: Any) -> Job:
+    said = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    return _sent({**said, **fields}, "/v1/messages")
+
+
+_BAD: dict[str, Job] = {
+    "no JSON": Job(b"{", refused=True),
+    "brackets": Job(b"[" * 100_000, refused=True),
+    "another model": _sent({"model": "none", "prompt": "a"}),
+    "no number": _sent({"prompt": "a", "temperature": "hot"}),
+    "an unknown field": _sent({"prompt": "a", "surprise": 1}),
+    "3.8 MB of text": _sent({"prompt": "word and " * 430_000}),
+    "20,000 values": _sent(_fitting({"enum": [f"value{index}" for index in range(20_000)]})),
+    "400 levels": _sent(_fitting(_deep(400))),
+    "a schema of itself": _sent(_fitting({"$ref": "#"})),
+    "a keyword that no grammar holds": _sent(_fitting({"type": "array", "uniqueItems": True})),
+    "500 properties of which some may be missing": _sent(
+        _fitting({"type": "object", "properties": {f"p{index}": {} for index in range(500)}, "minProperties": 250})
+    ),
+    "ids outside the vocabulary": _sent({"prompt": [10**9]}),
+    "300,000 objects": _message(system=[{}] * 300_000),
+    "450,000 numbers for texts": _message(stop_sequences=[*range(450_000)]),
+    "200,000 unknown fields": _sent({"prompt": "a", **{f"x{index}": 1 for index in range(200_000)}}),
+    "30,000 messages": _message(messages=[{"role": "user", "content": "a"}] * 30_000),
+    "1.3 million ids": _sent({"prompt": [1] * 1_300_000}),
+}
+"""Requests that are to be refused."""
+_HEAVY: dict[str, Job] = {
+    name: Job(json.dumps({"model": "m", **_fitting(schema)}).encode())
+    for name, schema in {
+        "a long expression": {"type": "string", "pattern": _LONG},
+        "a long expression for names": {"type": "object", "patternProperties": {f"^{_LONG}$": {"type": "integer"}}},
+        "450 integers with bounds of 18 digits": {
+            "type": "object",
+            "properties": {
+                f"p{index}": {"type": "integer", "minimum": -(10**17) - index, "maximum": 10**17 + index}
+                for index in range(450)
+            },
+        },
+    }.items()
+}
+"""Grammars that are long to compile; each is answered."""
 
 
 def jobs(prompts: Sequence[str], texts: dict[tuple[int, int, int | None], str], count: int) -> list[Job]:
@@ -95,20 +141,18 @@ def jobs(prompts: Sequence[str], texts: dict[tuple[int, int, int | None], str], 
     for _ in range(count):
         draw = chance.random()
         if draw < 0.1:
-            made.append(Job(chance.choice([*_BAD.values(), _HEAVY])))
+            hostile = chance.choice([*_BAD.values(), *_HEAVY.values()])
+            gives_up = not hostile.refused and chance.random() < 0.5
+            made.append(replace(hostile, gives_up=gives_up))
             continue
         prompt, length, seed = chance.choice(list(texts))
         body: dict[str, Any] = {"model": "m", "prompt": prompts[prompt], "max_tokens": length}
         body |= {"temperature": 0} if seed is None else {"temperature": 0.8, "seed": seed}
         body["stream"] = chance.random() < 0.5
         leaves = draw < 0.3
-        made.append(
-            Job(
-                {**body, "stream": True} if leaves else body,
-                texts[prompt, length, seed],
-                chance.randint(1, 4) if leaves else None,
-            )
-        )
+        body |= {"stream": True} if leaves else {}
+        expected = texts[prompt, length, seed]
+        made.append(Job(json.dumps(body).encode(), expected, chance.randint(1, 4) if leaves else None))
     return made
 
 
@@ -145,6 +189,7 @@ class Tally:
     refused_rightly: int = 0
     refused_wrongly: int = 0
     left: int = 0
+    gave_up: int = 0
     heavy: int = 0
     again: int = 0
     turned_away: int = 0
@@ -161,13 +206,15 @@ class Tally:
 
     def count(self, job: Job, answer: Answer, stopping: bool = False) -> None:
         """Count one answer; a server that is stopping may turn requests away."""
-        if answer.times and job.kind != "heavy":
+        if answer.times and job.expected is not None:
             self.first_tokens.append(answer.times[0] - answer.begun)
         if job.kind == "bad":
             # The body of a refusal may be cut off by the connection's end while the request is still sent.
             good = 400 <= answer.status < 500 and bool(answer.error)
             self.refused_rightly += good
             self.refused_wrongly += not good
+        elif job.gives_up:
+            self.gave_up += 1
         elif answer.left:
             self.left += 1
         elif job.kind == "heavy":
@@ -193,17 +240,27 @@ async def run_all(
     waiting = iter(work)
     stopping = stopping or asyncio.Event()
 
+    async def answered(job: Job) -> Answer:
+        asked = ask(port, job.path, job.body, job.leave_after)
+        if not job.gives_up:
+            return await asked
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(asked, _PATIENCE)
+        return Answer(left=True)
+
     async def client() -> None:
         for job in waiting:
             if stopping.is_set():
                 return
-            answer = await ask(port, _PATH, job.body, job.leave_after)
-            while (retry and answer.status in (0, 429, 503)) or (
-                retry and answer.status == 200 and answer.finish_reason is None and not answer.left
+            answer = await answered(job)
+            while (
+                retry
+                and not answer.left
+                and (answer.status in (0, 429, 503) or (answer.status == 200 and answer.finish_reason is None))
             ):
                 tally.again += 1
                 await asyncio.sleep(0.2)
-                answer = await ask(port, _PATH, job.body, job.leave_after)
+                answer = await answered(job)
             tally.count(job, answer, stopping.is_set())
 
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -227,11 +284,41 @@ async def watched(server: ServerProcess, work: Sequence[Job], clients: int, tall
     return sizes
 
 
+@contextmanager
+def probed(port: int) -> Iterator[list[float]]:
+    """Ask for /health from a process of its own; the seconds of each answer are there afterwards."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_probe, args=(port, theirs), daemon=True)
+    process.start()
+    seconds: list[float] = []
+    try:
+        ours.recv()
+        yield seconds
+    finally:
+        ours.send(None)
+        seconds += ours.recv()
+        process.join()
+
+
+def _probe(port: int, told: Connection) -> None:
+    told.send(None)
+    seconds = []
+    while not told.poll(_PROBE_SECONDS):
+        begun = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/health")
+        if connection.getresponse().status != 200:
+            raise RuntimeError("/health is not answered with 200")
+        connection.close()
+        seconds.append(time.perf_counter() - begun)
+    told.send(seconds)
+
+
 async def first_token(port: int) -> float:
     """Return the seconds until the first token of a short answer."""
-    answer = await ask(
-        port, _PATH, {"model": "m", "prompt": "def f(", "max_tokens": 2, "temperature": 0, "stream": True}
-    )
+    body = {"model": "m", "prompt": "def f(", "max_tokens": 2, "temperature": 0, "stream": True}
+    answer = await ask(port, _PATH, body)
     return answer.times[0] - answer.begun
 
 
@@ -239,8 +326,8 @@ async def beside_each(port: int) -> dict[str, Any]:
     """First tokens of one client at an idle server, and while each hostile request runs there, in milliseconds."""
     idle = sorted([await first_token(port) for _ in range(40)][10:])
     found = {"idle": {"median": _ms(statistics.median(idle)), "most": _ms(idle[-1])}}
-    for name, body in {**_BAD, "a grammar that takes long": _HEAVY}.items():
-        hostile = asyncio.create_task(ask(port, _PATH, body))
+    for name, job in {**_BAD, **_HEAVY}.items():
+        hostile = asyncio.create_task(ask(port, job.path, job.body))
         await asyncio.sleep(0)
         seconds = [await first_token(port)]
         while not hostile.done() or len(seconds) < 5:
@@ -288,12 +375,15 @@ def main() -> None:
             found["beside"] = asyncio.run(beside_each(port))
             tell("beside")
             tally, calm, sizes, begun = Tally(), Tally(), list[int](), time.perf_counter()
+            health: list[float] = []
             # By turns, since the machine may have other work.
             for start in range(0, len(work), len(work) // _TURNS):
                 part = work[start : start + len(work) // _TURNS]
                 without = [job for job in part if job.expected is not None]
                 asyncio.run(watched(server, without, given.clients, calm))
-                sizes += asyncio.run(watched(server, part, given.clients, tally))
+                with probed(port) as seconds:
+                    sizes += asyncio.run(watched(server, part, given.clients, tally))
+                health += seconds
             time.sleep(0.5)
             metrics = server.metrics()
         half = sizes[len(sizes) // 2 :]
@@ -304,6 +394,12 @@ def main() -> None:
             **tally.told,
             "kinds": dict(Counter(job.kind for job in work)),
             "seconds": round(time.perf_counter() - begun, 1),
+            "health_ms": {
+                "median": _ms(statistics.median(health)),
+                "99th of 100": _ms(statistics.quantiles(health, n=100)[98]),
+                "most": _ms(max(health)),
+                "asked": len(health),
+            },
             "rows_left": metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"],
             "cache_bytes_left": metrics["selfspec:cache_bytes"],
             "kept_bytes": metrics["selfspec:kept_cache_bytes"],
@@ -354,26 +450,38 @@ async def _beside(started: AbstractContextManager[ServerProcess]) -> AsyncIterat
 async def terminated(
     command: Sequence[str], port: int, threads: int, log: Path, work: Sequence[Job], tally: Tally
 ) -> dict[str, Any]:
-    """Tell the server to stop in the middle: what it has begun it finishes, and it ends well.
+    """Tell the server to stop in the middle: what it has begun it finishes, and it ends well, hostile ones or not.
 
     Whoever asks at that moment is turned away. That nobody else is shows in the log of the server, which has as many
     answers as the clients.
     """
     whole = [job for job in work if job.kind == "whole"]
-    logged, stopping = log.stat().st_size, asyncio.Event()
+    hostile = [*_HEAVY.values(), *(replace(job, gives_up=True) for job in _HEAVY.values()), *_BAD.values()]
+    logged, stopping, beside = log.stat().st_size, asyncio.Event(), Tally()
     with serving(command, port, threads, log) as server:
         running = asyncio.create_task(run_all(port, whole, 16, tally, retry=False, stopping=stopping))
         while tally.right < len(whole) // 3:
             await asyncio.sleep(0.05)
         in_the_middle = await asyncio.to_thread(server.metrics)
+        attack = asyncio.create_task(run_all(port, hostile, 16, beside, retry=False))
+        await asyncio.sleep(_PATIENCE)
+        told = time.perf_counter()
         server.terminate()
         stopping.set()
-        await running
+        await asyncio.gather(running, attack)
         status = await asyncio.to_thread(server.process.wait, 60)
+        seconds = round(time.perf_counter() - told, 2)
     begun = int(in_the_middle["vllm:num_requests_running"] + in_the_middle["vllm:num_requests_waiting"])
     lines = [json.loads(line) for line in log.read_bytes()[logged:].splitlines() if line.startswith(b"{")]
     answered = sum(line.get("path") == _PATH and line["status"] == 200 for line in lines)
-    return {**tally.told, "running_at_the_signal": begun, "answers_in_its_log": answered, "exit_status": status}
+    return {
+        **tally.told,
+        "running_at_the_signal": begun,
+        "answers_in_its_log": answered,
+        "of_them_grammars": beside.heavy,
+        "seconds_to_stop": seconds,
+        "exit_status": status,
+    }
 
 
 if __name__ == "__main__":
