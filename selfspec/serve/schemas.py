@@ -72,7 +72,7 @@ def _few(values: Any) -> Any:
 class Hints(Strict):
     """What clients say besides, and what changes nothing here."""
 
-    metadata: Annotated[dict[str, str | None], BeforeValidator(_few)] | None = None
+    metadata: Annotated[dict[str, Any], BeforeValidator(_few)] | None = None
     store: bool | None = None
     user: str | None = None
     service_tier: str | None = None

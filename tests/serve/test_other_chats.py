@@ -163,7 +163,7 @@ def test_a_message_calls_a_tool_and_hears_of_it(bare: Running) -> None:
 def test_calls_beside_each_other_are_let_be_unless_they_are_refused(limited: bool) -> None:
     fields = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "tools": [MESSAGE_TOOL]}
     choice = {"type": "auto", "disable_parallel_tool_use": limited}
-    chat = MessagesRequest.model_validate({**fields, "tool_choice": choice}).chat()
+    chat = MessagesRequest.model_validate({**fields, "tool_choice": choice}).chat(())
     assert chat["parallel_tool_calls"] is not limited
     request = ChatCompletionRequest.model_validate({name: each for name, each in chat.items() if each is not None})
     grammar = call_grammar(request, HERMES, None)

@@ -227,7 +227,7 @@ BY_NAME: list[Any] = [
     (Running.respond, {"input": []}, "input", ""),
     (Running.respond, {"input": "Lily " * 3000}, "input", ""),
     (Running.respond, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", ""),
-    (Running.respond, {"tools": [{"type": "web_search"}]}, "tools", ""),
+    (Running.respond, {"tools": [{"type": "file_search"}]}, "tools", ""),
     (Running.respond, {"input": [IMAGE]}, "input", ""),
     (Running.respond, {"input": [{"type": "picture"}]}, "input", "is none of message"),
     (Running.respond, {"colour": 1}, "colour", ""),

@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from starlette.requests import Request
@@ -213,13 +213,17 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
     return {"content": content, "refusal": None}
 
 
-class OtherChat(Protocol):
-    """A chat as another API asks it; `renamed` maps fields of ours to what a refusal calls them there."""
+class Chat(Protocol):
+    """A chat as another API says it."""
+
+    def chat(self, reads: Collection[str]) -> Body:
+        """Return the fields of a chat request that say the same; the template reads variables of these names."""
+
+
+class OtherChat(Chat, Protocol):
+    """A chat that asks for an answer; `renamed` maps fields of ours to what a refusal calls them there."""
 
     renamed: ClassVar[Mapping[str, str]]
-
-    def chat(self) -> Body:
-        """Return the fields of a chat request that say the same."""
 
     def form(self, served: Served, work: Work) -> Form:
         """Return how the answer is written."""
@@ -228,7 +232,7 @@ class OtherChat(Protocol):
 async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response:
     """Answer a chat in another API's form."""
     try:
-        request, work = await read_chat(served, http, asked.chat)
+        request, work = await read_chat(served, http, asked)
         rows = await row_requests(served, http, request, work)
         return await answer(served, http, request, work, rows, asked.form(served, work))
     except ApiError as error:
@@ -241,9 +245,10 @@ async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response
         raise
 
 
-async def read_chat(served: Served, http: Request, fields: Callable[[], Body]) -> tuple[ChatCompletionRequest, Work]:
-    """Read fields of a chat request into what the engine has to do."""
-    request = await served.read(lambda: validated(ChatCompletionRequest, fields()))
+async def read_chat(served: Served, http: Request, asked: Chat) -> tuple[ChatCompletionRequest, Work]:
+    """Read a chat of another API into what the engine has to do."""
+    reads = served.template.writer(False).variables if served.template else frozenset()
+    request = await served.read(lambda: validated(ChatCompletionRequest, asked.chat(reads)))
     return request, await chat_work(served, http, request)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +16,8 @@ from selfspec.serve.endpoints.answering import Body, Form, Work, event
 from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, function, new_id, parsed, read_chat
 from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
+
+_EFFORT = "reasoning_effort"
 
 
 class Block(Part):
@@ -56,6 +58,7 @@ class AnthropicTool(Strict):
     input_schema: dict[str, Any] = Field(serialization_alias="parameters")
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
 
 
 class AnthropicChoice(Strict):
@@ -80,6 +83,25 @@ class Thinking(Strict):
     display: str | None = None
 
 
+class OutputConfig(Strict):
+    """How eager the model is, where its template reads that."""
+
+    effort: str | None = None
+
+
+class ContextEdit(Strict):
+    """What is left out of a long conversation: nothing."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Strict):
+    """What is left out of a long conversation."""
+
+    edits: Many[ContextEdit] | None = None
+
+
 class CountRequest(Hints):
     """`POST /v1/messages/count_tokens`."""
 
@@ -90,24 +112,35 @@ class CountRequest(Hints):
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
-    def chat(self) -> Body:
-        """Return the fields of a chat request that say the same."""
+    def chat(self, reads: Collection[str]) -> Body:
+        """Return the fields of a chat request that say the same; the template reads variables of these names."""
         choice = self.tool_choice
         kinds = {"any": "required", "tool": function({"name": choice and choice.name})}
         one = choice and choice.disable_parallel_tool_use
         system = [] if self.system is None else [{"role": "system", "content": in_one_piece(self.system)}]
-        tools = [tool.model_dump(by_alias=True, exclude={"type", "cache_control"}) for tool in self.tools or ()]
+        told = {"name", "description", "input_schema", "strict"}
+        tools = [tool.model_dump(by_alias=True, include=told) for tool in self.tools or ()]
         return {
             "model": self.model,
             "messages": system + [each for message in self.messages for each in _messages(message)],
             "tools": [*map(function, tools)] or None,
             "tool_choice": choice and kinds.get(choice.type, choice.type),
             "parallel_tool_calls": None if one is None else not one,
-            "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
+            "enable_thinking": self._thinks(reads),
+            # A hint: it is left where the template reads none.
+            "reasoning_effort": self.output_config and self.output_config.effort if _EFFORT in reads else None,
             # An answer of its own begins where the last message is the assistant's.
             "continue_final_message": True if self.messages[-1].role == "assistant" else None,
         }
+
+    def _thinks(self, reads: Collection[str]) -> bool | None:
+        """Return whether it is to think; None: that is left to the model, as where it may and has no switch."""
+        said = self.thinking and self.thinking.type
+        left = said is None or (said == "adaptive" and "enable_thinking" not in reads)
+        return None if left else said != "disabled"
 
 
 class MessagesRequest(CountRequest):
@@ -120,9 +153,9 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
 
-    def chat(self) -> Body:
+    def chat(self, reads: Collection[str]) -> Body:
         alike = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
-        return {**super().chat(), **alike, "stop": self.stop_sequences or None}
+        return {**super().chat(reads), **alike, "stop": self.stop_sequences or None}
 
     def form(self, served: Served, work: Work) -> Form:
         return MessageForm(served, work)
@@ -130,7 +163,7 @@ class MessagesRequest(CountRequest):
 
 async def count_tokens(served: Served, http: Request, request: CountRequest) -> Body:
     """Count the tokens of a conversation."""
-    _, work = await read_chat(served, http, request.chat)
+    _, work = await read_chat(served, http, request)
     return {"input_tokens": work.prompt_tokens}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -138,7 +138,7 @@ class OllamaChat(OllamaRequest):
     messages: Many[OllamaMessage] = Field(default_factory=list)
     tools: Many[Tool] | None = None
 
-    def chat(self) -> Body:
+    def chat(self, reads: Collection[str]) -> Body:
         """Return the fields of a chat request that say the same."""
         messages: list[Body] = []
         # Of calls whose results are still to come; Ollama's have none of their own.
@@ -169,7 +169,7 @@ class OllamaGenerate(OllamaRequest):
     context: Annotated[Many[int], Field(max_length=0)] | None = None
     images: Annotated[Many[Any], Field(max_length=0)] | None = None
 
-    def chat(self) -> Body:
+    def chat(self, reads: Collection[str]) -> Body:
         """Return the fields of a chat request that say the same."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +16,17 @@ from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
 from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, function, new_id
-from selfspec.serve.schemas import Content, Function, Hints, JsonSchema, Many, Part, Strict, in_one_piece
+from selfspec.serve.schemas import (
+    Content,
+    Function,
+    Hints,
+    JsonSchema,
+    Many,
+    Part,
+    StreamOptions,
+    Strict,
+    in_one_piece,
+)
 from selfspec.serve.served import Served
 
 
@@ -49,6 +59,17 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
+# What OpenAI's server runs, or only its models know how to call. Codex brings them along; nobody has to call any.
+_ELSEWHERE = ("web_search", "image_generation", "namespace", "tool_search")
+
+
+def _that_are_known(tools: Any) -> Any:
+    """Leave out tools that the model cannot be told of."""
+    if not isinstance(tools, list):
+        return tools
+    return [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _ELSEWHERE)]
+
+
 class ResponseTextFormat(JsonSchema):
     """What the text fits."""
 
@@ -64,10 +85,11 @@ class ResponseText(Strict):
 
 
 class Reasoning(Strict):
-    """How much the model thinks, where its template reads that."""
+    """How much the model thinks, where its template reads that; the rest hints at how it is shown and kept."""
 
     effort: str | None = None
     summary: str | None = None
+    context: str | None = None
 
 
 class ResponsesRequest(Hints):
@@ -87,7 +109,8 @@ class ResponsesRequest(Hints):
     seed: int | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: Many[ResponseTool] | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[Many[ResponseTool] | None, BeforeValidator(_that_are_known)] = None
     tool_choice: Literal["none", "auto", "required"] | ResponseTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -95,13 +118,14 @@ class ResponsesRequest(Hints):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
+    client_metadata: dict[str, Any] | None = None
 
     @property
     def items(self) -> list[InputItem]:
         """The input, of which a text is a message of the user."""
         return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
-    def chat(self) -> Body:
+    def chat(self, reads: Collection[str]) -> Body:
         chosen = self.tool_choice
         tools = [function(tool.model_dump(exclude={"type"}, exclude_none=True)) for tool in self.tools or ()]
         return {
