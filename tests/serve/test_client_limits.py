@@ -312,6 +312,42 @@ def test_grammars_that_would_take_long_or_never_end_are_refused(
     assert words in reply.body["error"]["message"]
 
 
+LONG = "([a-z]{1,60}[0-9]{1,60}){1,40}"
+BOUNDED = {"type": "integer", "minimum": -(10**17), "maximum": 10**17}
+SLOW: dict[str, dict[str, Any]] = {
+    "a long expression for names": {"type": "object", "patternProperties": {f"^{LONG}$": {"type": "integer"}}},
+    "bounds of 18 digits": {
+        "type": "object",
+        "properties": {f"p{each}": {**BOUNDED, "minimum": each - 10**17} for each in range(450)},
+    },
+    "properties that may be missing": {
+        "type": "object",
+        "properties": {f"p{each}": {} for each in range(500)},
+        "minProperties": 250,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_grammars_that_clients_left_behind_keep_nobody_waiting(
+    server: Running, meanwhile: Meanwhile, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Two of them stopped everybody's grammars, and the process; what is refused of them is not written to stderr."""
+    pytest.importorskip("llguidance")
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 4, **schema(SLOW[name])}).encode()
+    for _ in range(4):
+        with opened(server) as connection:
+            connection.sendall(request(body))
+            time.sleep(0.02)
+    begun = time.monotonic()
+    reply = server.complete(response_format={"type": "regex", "pattern": "yes|no"})
+    assert reply.body["choices"][0]["text"] in ("yes", "no")
+    assert time.monotonic() - begun < 10
+    server.settled()
+    # Nothing of the library's own comes out, which would show what clients sent.
+    assert "minProperties" not in capfd.readouterr().err
+
+
 def test_what_grammars_need_is_loaded_before_requests_come(server: Running) -> None:
     pytest.importorskip("llguidance")
     loaded = set(sys.modules)

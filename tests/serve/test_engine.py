@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -307,16 +308,17 @@ PROMPTS = ("Once", [1, 3])
 
 
 @contextmanager
-def stuck(seconds: float) -> Iterator[subprocess.Popen[str]]:
-    """A server with requests that never come to their end."""
+def stuck(seconds: float, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A server with requests that never come to their end; its log is a file, or in a pipe."""
     words = ["serve", str(checkpoint_folder()), "--port", "0", "--name", "stories", "--output", "json"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words, "--stop-seconds", str(seconds)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    with ExitStack() as files:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words, "--stop-seconds", str(seconds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if log is None else files.enter_context(log.open("w")),
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     assert process.stdout is not None
     try:
         port = int(json.loads(process.stdout.readline())["url"].rpartition(":")[2])
@@ -342,6 +344,14 @@ def test_sigterm_ends_the_process_in_time_whatever_runs() -> None:
     assert time.monotonic() - begun < 3
     assert process.returncode == 0
     assert [json.loads(line) for line in log.splitlines()][-1]["message"].startswith("something still ran")
+
+
+@pytest.mark.tools
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_behind_stderr_stops_no_server() -> None:
+    with stuck(1, Path("/dev/full")) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
 
 
 @pytest.mark.tools
