@@ -4,13 +4,16 @@
 
 Each cell is what came back of requests: `yes`, that it was done; `refused`, that it was not, with a status of 4xx;
 `ignored`, that the answer is as if nothing had been asked; `absent`, that there is no such place; `failed`, a status of
-5xx or a closed connection; `silent`, that nothing came in ten minutes. All serve the same chat model.
+5xx or a closed connection; `silent`, that nothing came in ten minutes; a number, what was measured. All serve the same
+chat model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -134,13 +137,29 @@ def _same(server: Server) -> bool:
     return drawn[0] == drawn[1] and len(set(drawn)) > 1
 
 
-_FEATURES: dict[str, Callable[[Server], bool]] = {
+def _prompts_of_four(server: Server) -> str:
+    """Return the time of a prompt of 1,000 tokens or so with four answers, over that with one: medians of five."""
+
+    def seconds(n: int, turn: int) -> float:
+        # Nothing of it was read before.
+        prompt = " ".join(f"Of {n} in turn {turn} number {index} is {index * 7}." for index in range(60))
+        begun = time.perf_counter()
+        server.complete(prompt=prompt, n=n, max_tokens=1)
+        return time.perf_counter() - begun
+
+    seconds(1, -1)
+    one, four = zip(*((seconds(1, turn), seconds(4, turn)) for turn in range(5)), strict=True)
+    return f"{statistics.median(four) / statistics.median(one):.2f}"
+
+
+_FEATURES: dict[str, Callable[[Server], bool | str]] = {
     "chat, with usage in a stream": lambda s: any(
         (event.get("usage") or {}).get("completion_tokens")
         for event in s.chat(stream=True, stream_options={"include_usage": True})
     ),
     "`seed`": _same,
     "`n` of 2": lambda s: len(s.chat(n=2)["choices"]) == 2,
+    "time of a prompt of 1,000 tokens with `n` of 4, over that of 1": _prompts_of_four,
     "`stop`": lambda s: "four" not in s.complete(stop=["four"], max_tokens=16)["choices"][0]["text"],
     "`logit_bias`": lambda s: (
         s.complete(logit_bias={"100": 100})["choices"][0]["text"] != s.complete()["choices"][0]["text"]
@@ -181,10 +200,11 @@ _REFUSALS: dict[str, Callable[[Server], Any]] = {
 }
 
 
-def feature(server: Server, works: Callable[[Server], bool]) -> str:
+def feature(server: Server, works: Callable[[Server], bool | str]) -> str:
     """Return the results of requests for one feature."""
     try:
-        return "yes" if works(server) else "ignored"
+        found = works(server)
+        return found if isinstance(found, str) else "yes" if found else "ignored"
     except RefusedError as error:
         status = error.args[0]
         return "absent" if status in (404, 405, 501) else "refused" if status < 500 else "failed"

@@ -193,12 +193,14 @@ class Tally:
     heavy: int = 0
     again: int = 0
     turned_away: int = 0
+    seconds: float = 0.0
     first_tokens: list[float] = field(default_factory=list)
 
     @property
     def told(self) -> dict[str, Any]:
         """Return the counts, and when first tokens came."""
-        found = {name: value for name, value in vars(self).items() if name != "first_tokens"}
+        found: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "first_tokens"}
+        found["seconds"] = round(self.seconds, 1)
         if len(self.first_tokens) > 1:
             cuts = statistics.quantiles(self.first_tokens, n=20)
             found["first_token_ms"] = {"median": _ms(cuts[9]), "95th of 100": _ms(cuts[18])}
@@ -276,8 +278,9 @@ async def watched(server: ServerProcess, work: Sequence[Job], clients: int, tall
             await asyncio.sleep(0.25)
 
     idle = [(await asyncio.open_connection("127.0.0.1", server.port))[1] for _ in range(_IDLE_CONNECTIONS)]
-    watching = asyncio.create_task(watch())
+    watching, begun = asyncio.create_task(watch()), time.perf_counter()
     await run_all(server.port, work, clients, tally, retry=False)
+    tally.seconds += time.perf_counter() - begun
     watching.cancel()
     for connection in idle:
         connection.close()
@@ -374,7 +377,7 @@ def main() -> None:
         with serving(command, port, given.threads, log) as server:
             found["beside"] = asyncio.run(beside_each(port))
             tell("beside")
-            tally, calm, sizes, begun = Tally(), Tally(), list[int](), time.perf_counter()
+            tally, calm, sizes = Tally(), Tally(), list[int]()
             health: list[float] = []
             # By turns, since the machine may have other work.
             for start in range(0, len(work), len(work) // _TURNS):
@@ -393,7 +396,6 @@ def main() -> None:
         found["load"] = {
             **tally.told,
             "kinds": dict(Counter(job.kind for job in work)),
-            "seconds": round(time.perf_counter() - begun, 1),
             "health_ms": {
                 "median": _ms(statistics.median(health)),
                 "99th of 100": _ms(statistics.quantiles(health, n=100)[98]),
