@@ -24,7 +24,7 @@ PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "
 ARGUMENTS = {"command": "ls"}
 FUNCTION = {"name": "shell", "description": "Run a command.", "parameters": PARAMETERS}
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "shell", "arguments": json.dumps(ARGUMENTS)}}
-CACHED = {"cache_control": {"type": "ephemeral"}}
+CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 
 
 @dataclass(frozen=True)
