@@ -27,19 +27,6 @@ LONG_MATCH = 12
 """Look-up matches of this length or longer count as one source of drafts."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Says how good the draft is on the prompt, where draft and target both ran.
-
-    Attributes:
-        confidences: largest probability of q at each compared token.
-        chances: acceptance rate there, 1 - TV(p, q); for greedy decoding, its mean with 1 or 0 for equal best tokens.
-    """
-
-    confidences: tuple[float, ...]
-    chances: tuple[float, ...]
-
-
 class Controller(DraftController):
     """Decides for one generation. This base class lets every draft take all it may; subclasses override decisions.
 
@@ -47,10 +34,7 @@ class Controller(DraftController):
 
     Attributes:
         most: largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding.
-        judges_prompt: True if it learns from the draft's acceptance on the prompt.
     """
-
-    judges_prompt = False
 
     def __init__(self, most: Budget, costs: Costs | None = None) -> None:
         self.most = most
@@ -94,9 +78,6 @@ class Controller(DraftController):
         The answer must not depend on the current draft or on its verdict.
         """
         return False
-
-    def learn_prompt(self, evidence: Evidence) -> None:
-        """Learn from the draft's acceptance on the prompt, before the first round."""
 
     def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
         """Learn from a round's draft and the verdict on each running row; None for a finished row.

@@ -14,7 +14,6 @@ from selfspec.control.controller import (
     BatchProgress,
     Control,
     Controller,
-    Evidence,
     Progress,
     check_length,
     check_nodes,
@@ -27,9 +26,6 @@ from selfspec.draft.tree_growth import Confidences, Shape, largest_products, siz
 
 # The share of a short text's plain steps that drafts may lose.
 _SHARE_AT_RISK = 0.04
-# The weight of a prompt's token relative to one of the model's own text. Own text is easier to draft: on the models
-# measured, an acceptance rate a on prompts went with about a + a^2 (1 - a) on own text.
-_PROMPT_WEIGHT = 0.25
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,6 @@ class CostAware(Control):
 class CostAwareController(Controller):
     """Decides for `CostAware`; `progress` makes the object that says how far a round advances the rows."""
 
-    judges_prompt = True
-
     def __init__(self, most: Budget, costs: CostsByRows, progress: Callable[[], Progress]) -> None:
         super().__init__(most)
         self._by_rows, self._costs = costs, costs.in_batch(1)
@@ -94,9 +88,7 @@ class CostAwareController(Controller):
         self._in_step = progress is BatchProgress
         self._committed, self._with_dropped = progress(), progress()
         self._rounds = 0
-        self._at_once = self._model_at_once = 0.0
-        self._on_prompt: float | None = None
-        self._at_risk = self._model_at_risk()
+        self._at_once = 0.0
         self._reached: list[float] = []
         self._confidences: list[Confidences | list[float]] = []
         self._branches = False
@@ -107,11 +99,8 @@ class CostAwareController(Controller):
         if len(unfinished) != self._costs.rows:
             self._costs = self._by_rows.in_batch(len(unfinished))
             self._prospects = Prospects(self._costs, self.most.depth)
-            self._at_risk = self._model_at_risk()
         if not self._rounds:
-            self._at_once = self._model_at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
-            if self._on_prompt is not None:
-                self._model_at_once = MAY_LOSE if self._prospects.pays(self._on_prompt) else 0.0
+            self._at_once = min(MAY_LOSE, _SHARE_AT_RISK * remaining)
         self._rounds += 1
         self._reached = [1.0] * len(unfinished)
         self._confidences, self._branches = [], False
@@ -125,11 +114,10 @@ class CostAwareController(Controller):
             return True
         loss_budget = self._gain(match)
         # Always ask: each loss budget counts how often it is asked.
-        at_once = self._at_once if match else self._model_at_once
-        opens = loss_budget.opens(at_once, self._prospects.of_look_up if match else self._at_risk)
+        opens = loss_budget.opens(self._at_once, self._prospects.of_look_up if match else self._prospects.of_model)
         # Together, all sources of drafts may lose no more plain steps than one source alone.
         paid = sum(max(source.paid, 0.0) for match, source in self._gains.items() if match != PREDICTED)
-        return opens and (loss_budget.gains or paid <= may_lose(max(at_once, self._at_once), self._rounds))
+        return opens and (loss_budget.gains or paid <= may_lose(self._at_once, self._rounds))
 
     def round_cost(self, steps: int, nodes: int) -> float:
         return self._costs.of_round(steps, nodes)
@@ -176,19 +164,6 @@ class CostAwareController(Controller):
 
     def keeps_lockstep(self) -> bool:
         return self._in_step
-
-    def learn_prompt(self, evidence: Evidence) -> None:
-        for confidence, chance in zip(evidence.confidences, evidence.chances, strict=True):
-            self._acceptance.count(confidence, chance, _PROMPT_WEIGHT)
-        mean = drawn_to_fair(sum(evidence.chances), len(evidence.chances))
-        self._on_prompt = mean + mean**2 * (1 - mean)
-        self._at_risk = self._model_at_risk()
-
-    def _model_at_risk(self) -> float:
-        """Return `at_risk` of `LossBudget.opens` for a draft of the model."""
-        if self._on_prompt is None or self._prospects.pays(self._on_prompt):
-            return self._prospects.of_model
-        return self._costs.of_round(1, 1) - 1
 
     def learn(self, draft: Draft, rows: Sequence[RowVerdict | None]) -> None:
         if not draft.length or all(row is None for row in rows):
@@ -258,11 +233,11 @@ class AcceptanceModel:
         shifted = 1 / (1 + math.exp(-_log_odds(self._fair[bin_]) - self._shift))
         return (self._PRIOR * shifted + self._accepted[bin_]) / (self._PRIOR + self._judged[bin_])
 
-    def count(self, confidence: float, accepted: float, weight: float = 1.0) -> None:
-        """Count a judged token: its acceptance, 1 or 0, or its chance of acceptance."""
+    def count(self, confidence: float, accepted: bool) -> None:
+        """Count a judged token."""
         bin_ = self._bin(confidence)
-        self._judged[bin_] += weight
-        self._accepted[bin_] += weight * accepted
+        self._judged[bin_] += 1
+        self._accepted[bin_] += accepted
         of_fair = sum(fair * judged for fair, judged in zip(self._fair, self._judged, strict=True))
         self._shift = _log_odds(self.mean) - _log_odds(drawn_to_fair(of_fair, sum(self._judged)))
 

@@ -162,8 +162,6 @@ class BatchCosts:
         return Costs(**linear, rows=rows, out_of_step=above.out_of_step if below.rows == 1 else between("out_of_step"))
 
 
-# Speed-up that a draft must promise on the prompt to be tried at once.
-_WORTH_TRYING = 1.02
 # Acceptance rate of a good draft, and the length beyond which it gains less than a billionth of a token.
 _GOOD = 0.85
 _LONG_DRAFT = 128
@@ -206,10 +204,6 @@ class Prospects:
         self._longest = longest
         self._lengths = range(1, min(longest, _LONG_DRAFT) + 1)
         self.of_model, self.of_look_up = self._risk(steps=1), self._risk(steps=0)
-
-    def pays(self, chance: float) -> bool:
-        """Return whether a draft of the model with this acceptance rate gains."""
-        return any(self._speed(1, length, chance=chance) > _WORTH_TRYING for length in self._lengths)
 
     def look_up_length(self, share: float) -> int:
         """Return how many tokens to look up if a share of the slowest rows has a match; 0: look-ups would not pay."""

@@ -16,7 +16,6 @@ from transformers import Cache
 
 from selfspec.accept import Rule
 from selfspec.cache.transfer import load_past, store_past
-from selfspec.control import Evidence
 from selfspec.decode.batch import Batch
 from selfspec.decode.judge import judge
 from selfspec.decode.output import Round, RowRound, Stats
@@ -24,7 +23,6 @@ from selfspec.decode.request import Request
 from selfspec.device import backend, has_streams
 from selfspec.draft import Draft, Proposer, Verdict
 from selfspec.draft.draft import Budget
-from selfspec.draft.drafter import Exit
 from selfspec.model.gated_view import ExactStates
 from selfspec.model.layer_path import LayerPath
 from selfspec.runtime.request import PassRequest, PassResult
@@ -185,10 +183,6 @@ def run_round(batch: Batch, proposer: Proposer | None, rule: Rule, stats: Stats,
     return committed
 
 
-# The most tokens of the prompt that are compared, and the fewest that give evidence.
-_MOST, _FEWEST = 32, 4
-
-
 def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     """Fill the cache with each prompt except its last token, without padding and tokens that a past holds.
 
@@ -208,19 +202,12 @@ def prefill(batch: Batch, request: Request, proposer: Proposer | None) -> None:
     cache, runner = batch.cache, batch.runner
     # One pass of the stock model may read prompts of one length to their ends.
     length, widest = unread[0], math.inf if batch.prefill_width is None else batch.prefill_width
-    at_once = not request.embeddings and cache.rolls_back_by_cursor and set(unread) == {length} and length <= widest
-    ends = proposer is None and length < widest and cache.source is None and cache.empty
-    if at_once and ends and runner.keeps_last_logits:
+    at_once = not request.embeddings and cache.rolls_back_by_cursor and set(unread) == {length} and length < widest
+    if at_once and proposer is None and cache.source is None and cache.empty and runner.keeps_last_logits:
         batch.first_logits = runner.last_logits(torch.cat([prompts.to(batch.last_tokens), batch.last_tokens], 1))
         cache.commit(unread)
         return
     reading = Prefill(batch, prompts, unread)
-    early_exit = proposer.early_exit if proposer is not None and at_once and not batch.taps else None
-    compares = batch.controller.judges_prompt and not batch.sampling.reads_prefixes and length >= _FEWEST
-    if early_exit is not None and compares and (length <= _MOST or runner.keeps_last_logits):
-        batch.controller.learn_prompt(prefill_with_evidence(batch, early_exit, reading.tokens))
-        cache.commit(unread)
-        return
     while reading.left:
         reading.read(batch.prefill_width)
 
@@ -259,19 +246,6 @@ class Prefill:
         batch.cache.commit(counts)
         self._read += max(counts)
         return max(counts)
-
-
-def prefill_with_evidence(batch: Batch, early_exit: Exit, prompts: Tensor) -> Evidence:
-    """Run prompts, `[rows, tokens]`, through the cache; compare draft and target on their last tokens."""
-    # The exit runs the target's first layers, so one pass gives both states, for less than a rejected draft costs.
-    draft, target = batch.runner.compare(early_exit.layer, early_exit.head, prompts, _MOST)
-    q, p = (batch.sampling.scores(each).softmax(-1) for each in (draft, target))
-    chances = torch.minimum(p, q).sum(-1)
-    if batch.sampling.greedy:
-        # On few tokens, the overlap of p and q is as good evidence as the equality of their likeliest tokens.
-        chances = (chances + (p.argmax(-1) == q.argmax(-1))) / 2
-    table = torch.stack([q.amax(-1), chances]).nan_to_num(0.0).flatten(1).tolist()
-    return Evidence(tuple(table[0]), tuple(table[1]))
 
 
 class PhaseClock:

@@ -13,13 +13,13 @@ from selfspec.architecture import Adapter
 from selfspec.cache.view import WHOLE
 from selfspec.device import on_host
 from selfspec.draft.draft import Budget, Draft, Resume
-from selfspec.draft.drafter import MODEL, Drafter, Exit, OwnBytes
+from selfspec.draft.drafter import MODEL, Drafter, OwnBytes
 from selfspec.draft.rows_view import RowsView
 from selfspec.draft.tree_growth import CHANCES, GrowingProposer, follow, grow
 from selfspec.errors import DraftConfigError
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates
-from selfspec.model.layer_path import LayerPath, Part
+from selfspec.model.layer_path import LayerPath
 from selfspec.model.sizes import cache_bytes_read, share_read
 from selfspec.runtime.request import PassRequest
 
@@ -46,14 +46,6 @@ class LayerPathDrafter(Drafter):
     def runs_exact_layers(self, depth: int) -> bool:
         """Return whether the layers of a step compute the same as in the target."""
         return self.path(depth).view == WHOLE and (self.format is None or self.format.exact)
-
-    def early_exit(self, depth: int) -> Exit | None:
-        """Return the exit between two of `depth` layers where the path ends with nothing skipped, or None."""
-        path = self.path(depth)
-        start = path.resume_point
-        if start is None or start.part is not Part.ATTENTION or path != LayerPath.up_to(depth, start):
-            return None
-        return Exit(start.layer, self.head)
 
     def check(self, depth: int) -> None:
         self.path(depth)
@@ -108,7 +100,7 @@ class LayerPathProposer(GrowingProposer):
 
     def __init__(self, drafter: LayerPathDrafter, depth: int) -> None:
         super().__init__(drafter.chances)
-        self._path, self._head, self.early_exit = drafter.path(depth), drafter.head, drafter.early_exit(depth)
+        self._path, self._head = drafter.path(depth), drafter.head
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         if not rows.controller.tries(MODEL):

@@ -68,7 +68,6 @@ class CascadeProposer(Proposer):
 
     def __init__(self, parts: Sequence[Proposer]) -> None:
         self.parts = parts
-        self.early_exit = next((part.early_exit for part in parts if part.early_exit is not None), None)
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         for place, source in enumerate(self.parts):

@@ -15,7 +15,6 @@ from selfspec.architecture import Adapter
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.rows_view import RowsView
 from selfspec.formats.format import Format
-from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import Features, Point
 from selfspec.runtime.request import PassResult
 
@@ -168,13 +167,11 @@ class Proposer(ABC):
         matches: match lengths that its drafts always have; none: they depend on the text. See `Draft.match_length`.
         parts: the proposers that it joins, in order; by default every call is passed on to them.
         row_states: what it keeps of each row, by the row's number; by default nothing.
-        early_exit: the exit between two layers where the draft leaves the network with nothing skipped, or None.
     """
 
     matches: ClassVar[tuple[int, ...]] = (MODEL,)
     parts: Sequence[Proposer] = ()
     row_states: Sequence[Any] = ()
-    early_exit: Exit | None = None
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
@@ -272,14 +269,6 @@ class Stateless(Drafter, Proposer):
 
     def begin(self, rows: RowsView) -> Proposer:
         return self
-
-
-@dataclass(frozen=True)
-class Exit:
-    """Names the first layer that a draft leaves out, and the head that reads the states there; None: the model's."""
-
-    layer: int
-    head: DraftHead | None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from selfspec.cache.shared_layer import RecurrentLayer
 from selfspec.compat import cache_name
 from selfspec.errors import UnsupportedModelError
 from selfspec.formats.format import Format
-from selfspec.model.early_head import DraftHead
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.substitutes import Substitutes, no_substitutes
 from selfspec.model.view import call_with, hidden_states, replaced, view_with, view_with_layers, view_with_parts
@@ -306,34 +305,3 @@ def _after(first: Callable[..., Any], then: Callable[..., Any], *args: Any, **kw
 
 def _values(hidden: Tensor | None, returns: int) -> Any:
     return hidden if returns == 1 else (hidden, *[None] * (returns - 1))
-
-
-def compared_view(model: nn.Module, adapter: Adapter, exit_layer: int, head: DraftHead | None) -> nn.Module:
-    """Return a view of a model whose pass gives logits of the target, then of an exit, in further rows.
-
-    Logits are `[2 * batch, tokens, vocab]`; `exit_layer` is the first layer that the exit leaves out, at least 1. Norm
-    and head read each token by itself.
-    """
-    layers = adapter.decoder_layers(model)
-    left: dict[Point, Tensor] = {}
-    layers[exit_layer] = replaced(layers[exit_layer], partial(input_kept, left, exit_layer, layers[exit_layer]))
-    layers[-1] = replaced(layers[-1], partial(_appending, layers[-1], exit_layer, left, head))
-    return view_with_layers(model, adapter.path(model), layers)
-
-
-def _appending(
-    run: Callable[..., Any],
-    exit_layer: int,
-    left: dict[Point, Tensor],
-    head: DraftHead | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    output = run(*args, **kwargs)
-    states = left.pop(exit_layer)
-    if head is not None:
-        states = head.adapted(states)
-    # Some models keep several streams of hidden states, before the batch.
-    if isinstance(output, tuple):
-        return torch.cat([output[0], states], -3), *output[1:]
-    return torch.cat([output, states], -3)

@@ -20,8 +20,8 @@ from selfspec.cache.shared_cache import SharedCache, Slots
 from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
-from selfspec.model.early_head import DraftHead, plain_head
-from selfspec.model.gated_view import Features, FeatureTap, GatedModel, Point, compared_view
+from selfspec.model.early_head import plain_head
+from selfspec.model.gated_view import Features, FeatureTap, GatedModel, Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
@@ -104,18 +104,6 @@ class ModelRunner:
     def keeps_last_logits(self) -> bool:
         """True if the model can compute the logits of the last tokens of a pass alone."""
         return takes(self.model, "logits_to_keep")
-
-    def compare(self, exit_layer: int, head: DraftHead | None, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Run a prompt, `[batch, tokens]`; return its last logits, at most `most`, at an early exit and at the end.
-
-        Both are `[batch, tokens, vocab]`; the exit's are -inf at tokens that cannot be drafted. `exit_layer` is the
-        first layer that the exit leaves out, at least 1; `head` None: the model's own norm and head.
-        """
-        view = compared_view(self._viewed, self.adapter, exit_layer, head)
-        kept = self._kept(min(most, tokens.shape[1]))
-        with self._attending:
-            target, draft = view(**self._called_with(view, tokens), **kept).logits[:, -most:].chunk(2)
-        return (draft if head is None else head.alone(draft)), target
 
     def prefill(self, tokens: Tensor, counts: Sequence[int], taps: tuple[Point, ...] = ()) -> Features:
         """Read prompts, `[batch, tokens]` or embeddings, into the cache; return the states of all tokens at `taps`.

@@ -13,7 +13,7 @@ import selfspec
 from helpers import tiny
 from helpers.drafting import outcome
 from helpers.joints import PAIR, THREE, Warp, assert_rows_are_stock, network, p_values
-from selfspec.control import Control, Controller, CostAware, Evidence
+from selfspec.control import Control, Controller, CostAware
 from selfspec.draft import Budget, Draft, RowVerdict
 
 CHEAP = selfspec.Costs(draft=0.1)
@@ -81,7 +81,9 @@ def test_a_draft_that_is_better_than_fair_is_trusted_at_confidences_not_seen_bef
     lengths = {}
     for accepted in (0.95, 0.6, 0.2):
         controller = CostAware(6).begin(selfspec.Costs(draft=0.4, verify=1.1))
-        controller.learn_prompt(Evidence((0.05,) * 32, (accepted,) * 32))
+        for number in range(20):
+            drafted(controller, [0.05])
+            learned(controller, 1, accepted=number < 20 * accepted)
         lengths[accepted] = drafted(controller, [0.35] * 6)
     assert lengths[0.95] >= 3
     assert lengths[0.95] > lengths[0.6] >= lengths[0.2]

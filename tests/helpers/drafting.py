@@ -156,7 +156,6 @@ class Altered(Drafter):
 class _Altered(Proposer):
     def __init__(self, inner: Proposer, alter: Altering) -> None:
         self._inner, self._alter = inner, alter
-        self.early_exit = inner.early_exit
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
         return self._alter(self._inner.propose, rows, budget)

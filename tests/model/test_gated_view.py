@@ -20,10 +20,8 @@ from helpers.tiny import in_turns
 from selfspec.adapters import ADAPTERS
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import GatedModel
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
-from selfspec.runtime.request import PassRequest
 
 ALL = sublayers(tiny.DEPTH)
 BATCH = 2
@@ -231,35 +229,6 @@ def test_a_gate_holds_or_refuses_though_something_shadowed_forward_before(
     assert calls.calls[Sublayer(1, Part.ATTENTION)] == 0
     assert calls.calls[1] == 1
     assert module.__dict__.get("forward") == shadowed.get("forward")
-
-
-# One pass that gives the logits of an early exit and of the whole network.
-
-
-@pytest.mark.parametrize(("exit_layer", "most"), [(1, BLOCK), (2, 4), (tiny.DEPTH - 1, 32)])
-@torch.no_grad()
-def test_one_pass_gives_the_logits_of_an_exit_and_of_the_whole_network(
-    architecture: str, exit_layer: int, most: int
-) -> None:
-    model = tiny.BUILDERS[architecture]()
-    if ADAPTERS[model.config.model_type].recurrent:
-        pytest.skip("states do not roll back by a cursor, so that a prompt is never compared")
-    one, other, third = (bench_of(model, 0) for _ in range(3))
-    draft, target = one.runner.compare(exit_layer, None, one.tokens, most)
-    left = LayerPath.up_to(tiny.DEPTH, Sublayer(exit_layer, Part.ATTENTION))
-    equal(draft, other.steps(left)[0][:, -most:])
-    equal(target, third.steps(third.full)[0][:, -most:])
-
-
-@torch.no_grad()
-def test_the_head_of_an_exit_reads_its_states_alone(llama: PreTrainedModel) -> None:
-    size = llama.config.hidden_size
-    head = DraftHead(torch.nn.Linear(size, size, dtype=torch.float64), torch.tensor([3, 7, 11]))
-    one, other = bench_of(llama, 0), bench_of(llama, 0)
-    draft, target = one.runner.compare(2, head, one.tokens, 32)
-    left = LayerPath.up_to(tiny.DEPTH, Sublayer(2, Part.ATTENTION))
-    equal(draft, other.runner.run(PassRequest(left, other.tokens, head=head)).logits)
-    equal(target, other.logits(other.full))
 
 
 @given(st.sets(st.sampled_from(ALL), min_size=1))
