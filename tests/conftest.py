@@ -197,7 +197,7 @@ def said(invoke: Invoke) -> Said:
     """The JSON of a command, which is what its schema declares."""
 
     def run(*words: str, stdin: bytes = b"") -> dict[str, Any]:
-        from selfspec.cli.json_schema import OUTPUTS
+        from helpers.json_schema import OUTPUTS
 
         ending = invoke(*words, "--output", "json", stdin=stdin)
         assert ending.status == 0, ending.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,17 +13,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from selfspec.architecture import Adapter
 from selfspec.cache.tree import Tree
 from selfspec.device import HostCopy, has_streams, to_device
 from selfspec.draft.draft import Budget, Draft, Verdict
 from selfspec.draft.drafter import MODEL, Proposer
-from selfspec.draft.rows_view import RowsView, remembered
+from selfspec.draft.rows_view import RowsView
 from selfspec.model.gated_view import ExactStates, Features
 from selfspec.runtime.request import Chain, PassResult
-from selfspec.runtime.runner import ModelRunner, runner_for
 
 Read = Callable[[Tensor, int], Tensor]
 """A draft step: maps tokens of consecutive nodes, `[rows, nodes]`, and the first node to `[rows, nodes, vocab]`."""
@@ -50,55 +47,6 @@ class GrowingProposer(Proposer):
         if draft.steps and rows.controller.most.nodes > rows.controller.most.depth:
             for row in verdict.rows.values():
                 self._chances.count(draft.tree, row.path)
-
-
-class ModelProposer(GrowingProposer):
-    """Grows drafts with a model of some `modules` over a cache of its own, which reads the committed text."""
-
-    def __init__(self, rows: RowsView, runner: ModelRunner, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self._runner, self._cache = runner, runner.cache
-        # Bytes of the weights that they do not share with the target.
-        its = {weight.data_ptr() for weight in rows.runner.model.parameters()}
-        own = {weight.data_ptr(): weight.nbytes for module in modules for weight in module.parameters()}
-        self._weights = sum(nbytes for place, nbytes in own.items() if place not in its)
-        self._rows, self._vocabulary = list(rows.running), rows.runner.vocabulary
-        self._tree = Tree.chain(0)
-
-    @property
-    def nbytes(self) -> int:
-        return self._weights + self._cache.most_bytes
-
-    def end(self) -> None:
-        self._runner.end()
-
-    def reader(self, rows: RowsView, tree: Tree) -> Read:
-        """Return the function that reads the nodes of a draft: see `grow`."""
-        return lambda tokens, first: self.after_text(rows, tree) if first < 0 else self.after(rows, tokens, first)
-
-    @abstractmethod
-    def after_text(self, rows: RowsView, tree: Tree) -> Tensor:
-        """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
-
-    @abstractmethod
-    def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
-        """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
-
-
-def own_runner(
-    rows: RowsView, owner: Hashable, model: PreTrainedModel, adapter: Adapter, block: int = 0
-) -> ModelRunner:
-    """Make the runner of a model that `owner` drafts with, whose drafts read up to `block` tokens behind the text."""
-    programs = None if rows.programs is None else remembered(rows, owner, rows.programs.for_another_model)
-    cache = adapter.shared_cache(
-        model,
-        rows.size,
-        limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running) + block,
-        slack=max(rows.controller.most.nodes, block),
-        device=rows.last_tokens.device,
-        bucket=1 if programs is None else programs.runtime.bucket,
-    )
-    return runner_for(model, adapter, cache, programs)
 
 
 class FeatureProposer(GrowingProposer):

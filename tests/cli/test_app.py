@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 import selfspec
+from helpers.json_schema import OUTPUTS
 from helpers.snippets import Invoke, Said
 from selfspec.cli import terminal
 from selfspec.cli.app import app
-from selfspec.cli.json_schema import OUTPUTS
 from selfspec.cli.options import read_draft
 from selfspec.cli.search import verdict as verdict_of_search
 from selfspec.cli.terminal import progress_bar

@@ -18,9 +18,9 @@ import pexpect
 import pytest
 
 from helpers.http_server import asked
+from helpers.json_schema import OUTPUTS
 from helpers.snippets import Invoke, Said
 from helpers.tokenizers import PLAIN, written
-from selfspec.cli.json_schema import OUTPUTS
 
 ASKED = b"Tell me of Lily.\nAnd then?\n"
 

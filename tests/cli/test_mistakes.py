@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers import tiny
 from helpers.encoder_decoders import encoder_decoder
+from helpers.json_schema import Failed
 from helpers.snippets import Ending, Invoke
-from selfspec.cli.json_schema import Failed
 from selfspec.control.profile import VARIABLE
 
 # What is typed after `selfspec`, by what it begins with, and a piece of the answer: `{tmp}` is a folder, `{text}` a

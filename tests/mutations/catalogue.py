@@ -698,7 +698,7 @@ CATALOGUE = (
     Mutation("a head's programs are kept in the place of the model's", "own_runner",
         "rows.programs.for_another_model", "lambda: rows.programs",
         ("test_native_programs_run_the_steps_of_a_head[whole-eagle3-chains]", "-m", "kernels")),
-    Mutation("a head counts the weights of its target as its own", "ModelProposer.__init__",
+    Mutation("a head counts the weights of its target as its own", "PairProposer.__init__",
         "place not in its", "True", ("test_a_head_takes_its_weights_and_its_cache_and_nothing_else",)),
     Mutation("a head in fewer bits keeps its weights as they were", "HeadDrafter.made",
         "head.packed(self.weight_format, substitutes)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),

@@ -19,14 +19,15 @@ from selfspec.device import to_device
 from selfspec.draft.draft import Draft, Verdict
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.heads.head import Head
-from selfspec.draft.rows_view import RowsView, check_text, made_once
-from selfspec.draft.tree_growth import FeatureProposer, ModelProposer, own_runner
+from selfspec.draft.rows_view import RowsView, check_text, made_once, remembered
+from selfspec.draft.tree_growth import FeatureProposer, Read
 from selfspec.formats.format import Format
 from selfspec.model.early_head import plain_head
 from selfspec.model.gated_view import Features, Point
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.substitutes import Substitutes
 from selfspec.runtime.request import PassRequest, PassResult
+from selfspec.runtime.runner import ModelRunner, runner_for
 from selfspec.runtime.runtime import with_kernels
 
 # The most states of a row that wait for the next draft; if there are more, they are read earlier.
@@ -73,7 +74,21 @@ class HeadDrafter(Drafter):
         return PairProposer(self, rows, heads)
 
 
-class PairProposer(ModelProposer, FeatureProposer):
+def own_runner(rows: RowsView, head: Head, block: int) -> ModelRunner:
+    """Make the runner of a head's layers, whose drafts read up to `block` tokens behind the text."""
+    programs = None if rows.programs is None else remembered(rows, head, rows.programs.for_another_model)
+    cache = head.adapter.shared_cache(
+        head.layers,
+        rows.size,
+        limit=max(rows.text_length(row) + rows.remaining(row) for row in rows.running) + block,
+        slack=max(rows.controller.most.nodes, block),
+        device=rows.last_tokens.device,
+        bucket=1 if programs is None else programs.runtime.bucket,
+    )
+    return runner_for(head.layers, head.adapter, cache, programs)
+
+
+class PairProposer(FeatureProposer):
     """Grows drafts with a head, which reads pairs: committed pairs first and drafted ones behind them."""
 
     kept = 1  # pairs of each row that are left for the pass that begins a draft
@@ -81,14 +96,31 @@ class PairProposer(ModelProposer, FeatureProposer):
 
     def __init__(self, drafter: HeadDrafter, rows: RowsView, heads: Sequence[Head]) -> None:
         head, target = heads[0], rows.runner
-        runner = own_runner(rows, head, head.layers, head.adapter, drafter.block)
-        super().__init__(rows, runner, [module for head in heads for module in (head.fusion, head.layers)])
+        super().__init__()
+        self._runner = own_runner(rows, head, drafter.block)
+        self._cache = self._runner.cache
+        # Bytes of the weights that they do not share with the target.
+        its = {weight.data_ptr() for weight in target.model.parameters()}
+        modules = [module for each in heads for module in (each.fusion, each.layers)]
+        own = {weight.data_ptr(): weight.nbytes for module in modules for weight in module.parameters()}
+        self._weights = sum(nbytes for place, nbytes in own.items() if place not in its)
+        self._rows, self._vocabulary, self._tree = list(rows.running), target.vocabulary, Tree.chain(0)
         self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
         self._points = drafter.read_points(target.model, target.depth)
-        self._path = LayerPath(runner.depth, format=head.format)
+        self._path = LayerPath(self._runner.depth, format=head.format)
         self._waiting: list[_Waiting | None] = [None] * len(self._rows)
         # The head's states of the nodes read so far, that of the last committed token first, `[rows, nodes, hidden]`.
         self._states: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._weights + self._cache.most_bytes
+
+    def end(self) -> None:
+        self._runner.end()
+
+    def reader(self, rows: RowsView, tree: Tree) -> Read:
+        return lambda tokens, first: self.after_text(rows, tree) if first < 0 else self.after(rows, tokens, first)
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
         self.read_if_many(rows)
@@ -123,6 +155,7 @@ class PairProposer(ModelProposer, FeatureProposer):
         return self._count(number) > 0
 
     def after_text(self, rows: RowsView, tree: Tree) -> Tensor:
+        """Read the committed text and begin a draft; return logits after each row's last token, `[rows, 1, vocab]`."""
         logits, states = self._after_committed(rows)
         self._cache.open(tree)
         self._tree, self._states = tree, states
@@ -146,6 +179,7 @@ class PairProposer(ModelProposer, FeatureProposer):
                 waiting.first_read = True
 
     def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
+        """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
         assert self._states is not None
         parents = [self._tree.parents[node] + 1 for node in range(first, first + tokens.shape[1])]
         inputs = self.head.fusion.inputs(self.head.embed(tokens), self._states[:, to_device(parents, tokens.device)])

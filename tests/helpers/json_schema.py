@@ -1,6 +1,6 @@
 """What each command prints with `--output json`, as pydantic models made of the dataclasses that commands return.
 
-Nothing of it is needed to run a command.
+The site's tables are made of them, too.
 """
 
 from __future__ import annotations
