@@ -2,7 +2,7 @@
 
 from selfspec.accept.block import Block
 from selfspec.accept.relaxed import TopKTolerance, Typical
-from selfspec.accept.rule import Rule, declaration_of, find_rule, rule_name, rules, with_fields
+from selfspec.accept.rule import Rule, find_rule, rule_name, rules, with_fields
 from selfspec.accept.token_level import Coupled, TokenLevel
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "TokenLevel",
     "TopKTolerance",
     "Typical",
-    "declaration_of",
     "default_rule",
     "find_rule",
     "rule_name",

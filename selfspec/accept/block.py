@@ -7,17 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.accept.rule import rule
 from selfspec.accept.token_level import less_q
 from selfspec.accept.tree_paths import at_parents, from_leaves, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
-@rule(
-    "block",
-    help="block verification (Sun et al., 2024) of the whole draft: accepts at least as much as `token`",
-)
 @dataclass(frozen=True)
 class Block:
     """Block verification of Sun et al. (2024, arXiv 2403.10444), algorithm 2.
@@ -34,6 +29,8 @@ class Block:
     sibling is followed by one with a deeper subtree; else it may accept a short path before it judges a long one.
     """
 
+    name = "block"
+    help = "block verification (Sun et al., 2024) of the whole draft: accepts at least as much as `token`"
     lossless = True
     couples = False
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.accept.rule import rule
 from selfspec.accept.tree_paths import at_parents, longest_path
 from selfspec.arguments import is_finite, is_whole, shown
 from selfspec.cache.tree import Tree
@@ -30,9 +29,6 @@ class _Relaxed:
         return p[torch.arange(p.shape[0], device=p.device), place]
 
 
-@rule(
-    "relaxed-typical", help="accepts what is likely for the entropy of p (Medusa, 2024); exact where decoding is greedy"
-)
 @dataclass(frozen=True)
 class Typical(_Relaxed):
     """Typical acceptance of Medusa (Cai et al., 2024, arXiv 2401.10774), section 2.3.1.
@@ -41,6 +37,8 @@ class Typical(_Relaxed):
     target is unsure, almost any token is accepted. Greedy decoding has an H of 0 and stays exact.
     """
 
+    name = "relaxed-typical"
+    help = "accepts what is likely for the entropy of p (Medusa, 2024); exact where decoding is greedy"
     epsilon: float = 0.3
     delta: float = 0.09
 
@@ -57,7 +55,6 @@ class Typical(_Relaxed):
         return (judged.gather(-1, draft.tokens[..., None])[..., 0] > threshold).to(p.dtype)
 
 
-@rule("relaxed-top-k", help="accepts the likeliest tokens within a tolerance (SpecDec, 2023)")
 @dataclass(frozen=True)
 class TopKTolerance(_Relaxed):
     """Spec-Verification of SpecDec (Xia et al., 2023, arXiv 2203.16487), section 3.2.
@@ -70,6 +67,8 @@ class TopKTolerance(_Relaxed):
         tolerance: largest gap in log-likelihood, in nats (tau in the paper).
     """
 
+    name = "relaxed-top-k"
+    help = "accepts the likeliest tokens within a tolerance (SpecDec, 2023)"
     top_k: int = 3
     tolerance: float = 1.0
 

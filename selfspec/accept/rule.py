@@ -1,23 +1,23 @@
-"""Verification rules: what a rule is, how it declares its name, and how rules are found by name.
+"""Verification rules: what a rule is, and how rules are found by name.
 
-A rule is found by its declared name, by an entry point of another package, or as `module:Class`. A `:` behind the name
+A rule is found by its own name, by an entry point of another package, or as `module:Class`. A `:` behind the name
 sets its fields: `relaxed-top-k:top_k=5,tolerance=2`.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from selfspec.accept.block import Block
+from selfspec.accept.relaxed import TopKTolerance, Typical
+from selfspec.accept.token_level import Coupled, TokenLevel
 from selfspec.arguments import ClassPath, check_kind
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
@@ -26,7 +26,7 @@ from selfspec.errors import UnsupportedOptionError
 GROUP = "selfspec.rules"
 """The group of entry points in which other packages name their rules: `name = module:Class`."""
 
-_Kind = TypeVar("_Kind")
+_OWN = (Block(), TokenLevel(), Coupled(), Typical(), TopKTolerance())
 
 
 @runtime_checkable
@@ -73,44 +73,14 @@ class Rule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RuleDeclaration:
-    """Holds a rule's name and one line of help."""
-
-    name: str
-    help: str
-
-
-def rule(name: str, *, help: str) -> Callable[[type[_Kind]], type[_Kind]]:
-    """Declare the name of a rule; see `RuleDeclaration`. Subclasses declare their own."""
-
-    def declared(kind: type[_Kind]) -> type[_Kind]:
-        own: Any = kind
-        own.declared = RuleDeclaration(name, help)
-        return kind
-
-    return declared
-
-
-def declaration_of(kind: type) -> RuleDeclaration | None:
-    """Return the declaration of a class itself, not one that it inherits; None: it has none."""
-    found: RuleDeclaration | None = vars(kind).get("declared")
-    return found
-
-
 @cache
 def rules() -> Mapping[str, Rule]:
-    """Return every rule by name, lossless rules first; names of our other rules begin with `relaxed-`.
+    """Return every rule by name, this package's first; names of its rules that are not lossless begin with `relaxed-`.
 
     Raises:
         UnsupportedOptionError: a package declares a name that is taken, or names a class that is no rule.
     """
-    found: dict[str, Rule] = {}
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "selfspec.accept."):
-        for kind in vars(import_module(module.name)).values():
-            if isinstance(kind, type) and (declared := declaration_of(kind)):
-                found[declared.name] = _made(kind, kind.__name__)
-    found = dict(sorted(found.items(), key=lambda each: not each[1].lossless))
+    found: dict[str, Rule] = {each.name: each for each in _OWN}
     for point in entry_points(group=GROUP):
         if point.name in found:
             raise UnsupportedOptionError(f"{point.value} declares the rule {point.name!r}, and there is one already")

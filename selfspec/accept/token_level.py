@@ -8,16 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.accept.rule import rule
 from selfspec.accept.tree_paths import first_path, tree_tables
 from selfspec.cache.tree import Tree
 from selfspec.draft.draft import Draft
 
 
-@rule(
-    "token",
-    help="rejection sampling token by token (Leviathan et al., 2023); greedy decoding is a special case",
-)
 @dataclass(frozen=True)
 class TokenLevel:
     """Speculative sampling of Leviathan et al. (2023), algorithm 1, and Chen et al. (2023), algorithm 2.
@@ -29,6 +24,8 @@ class TokenLevel:
     is accepted if it is the target's choice, and the residual is that choice.
     """
 
+    name = "token"
+    help = "rejection sampling token by token (Leviathan et al., 2023); greedy decoding is a special case"
     lossless = True
     couples = False
 
@@ -96,10 +93,6 @@ def less_q(p: Tensor, draft: Draft, nodes: tuple[Tensor | slice, Tensor | slice 
     return (p - q).clamp_min(0.0)
 
 
-@rule(
-    "coupled",
-    help="sampled tokens do not depend on the draft: the same seed gives plain decoding's, token for token",
-)
 @dataclass(frozen=True)
 class Coupled(TokenLevel):
     """Chooses draft and target tokens at a place with the same noise; accepts the draft token where they are equal.
@@ -110,4 +103,6 @@ class Coupled(TokenLevel):
     (1 - TV) / (1 + TV) (Daliri et al., 2024). In a tree it accepts the child that the noise chooses.
     """
 
+    name = "coupled"
+    help = "sampled tokens do not depend on the draft: the same seed gives plain decoding's, token for token"
     couples = True

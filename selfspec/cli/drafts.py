@@ -60,7 +60,7 @@ def drafts(output: Output = "text") -> ListedDrafts:
 
     Those of other packages are listed too: the entry point groups are `selfspec.drafts` and `selfspec.rules`.
     """
-    from selfspec.accept import declaration_of, rules, with_fields
+    from selfspec.accept import rules, with_fields
     from selfspec.draft.registry import AUTO, PLAIN, declarations, kinds
 
     found = []
@@ -70,9 +70,8 @@ def drafts(output: Output = "text") -> ListedDrafts:
         found.append(ListedDraft(each.name, each.form, each.example, runs, each.help, kind.__module__))
     judges = []
     for name, rule in rules().items():
-        declared = declaration_of(type(rule))
-        help = "" if declared is None else declared.help
-        judges.append(ListedRule(name, with_fields(name, rule), rule.lossless, help, type(rule).__module__))
+        written, help = with_fields(name, rule), getattr(rule, "help", "")
+        judges.append(ListedRule(name, written, rule.lossless, help, type(rule).__module__))
     if output == "text":
         from rich.table import Column, Table
 
