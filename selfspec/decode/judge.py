@@ -28,9 +28,7 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         group.error = None
     # Rows whose processors have memory are judged by group, place by place; all others together, all places at once.
     if not batch.sampling.in_order:
-        asked = _asked(batch, draft, rule)
-        accepted = _repeated(batch, draft, logits, rule, asked) if batch.runner.captures else None
-        return _settled(batch, draft, accepted or _kept(batch, draft, logits, _judged(asked, rule, draft, logits)))
+        return _judge_together(batch, draft, logits, rule)
     in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     together = [index for index in range(len(batch.groups)) if index not in in_order]
     found: dict[int, RowVerdict] = {}
@@ -39,10 +37,22 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         part = batch.part(groups)
         rows = to_device(part.rows, logits.device)
         own, own_logits = draft.of_rows(part.rows), logits[rows]
-        verdict = (judge if groups is together else _judge_group)(part.batch, own, own_logits, rule)
+        verdict = (_judge_together if groups is together else _judge_group)(part.batch, own, own_logits, rule)
         found |= {part.numbers[number]: row for number, row in verdict.rows.items()}
         last_tokens[rows] = verdict.last_tokens
     return Verdict(tuple(batch.running), {number: found[number] for number in sorted(found)}, last_tokens)
+
+
+def _judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
+    asked, kept = _asked(batch, draft, rule), None
+    columns = _repeated(batch, draft, logits, rule, asked) if batch.runner.captures else None
+    if columns is None:
+        found = _judged(asked, rule, draft, logits)
+        columns = found.columns(batch.last_tokens, draft)
+        if batch.keeps_scores:
+            path = tree_tables(draft.tree, logits.device).paths[found.place][..., None]
+            kept = JudgedScores(*(torch.take_along_dim(each, path, 1) for each in (found.scores, logits)))
+    return _settled(batch, draft, columns, kept)
 
 
 @dataclass(frozen=True)
@@ -118,16 +128,8 @@ class _Judged:
         return torch.cat([own.double(), draft.tokens.double()], 1) if len(draft.tree) else own
 
 
-@dataclass(frozen=True)
-class _Accepted:
-    """The accepted part of a draft and the target's own token after it, as `_Judged.columns`, and what is recorded."""
-
-    columns: Tensor
-    scores: JudgedScores | None = None
-
-
-def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _Asked) -> _Accepted | None:
-    """Judge by a function that may be captured; None: rows choose tokens differently, or more is asked for."""
+def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _Asked) -> Tensor | None:
+    """Judge by a function that may be captured, to `_Judged.columns`; None: rows choose differently, or keep scores."""
     alike, lots = batch.sampling.alike(), asked.lots
     # A rule of another package may act differently each time.
     if alike is None or batch.keeps_scores or not type(rule).__module__.startswith("selfspec."):
@@ -136,16 +138,7 @@ def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _As
     same = _Judgement(alike, rule, draft.tree, tuple(each is not None for each in some))
     given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *lots.recover)
     (columns,) = batch.runner.repeat(same, given)
-    return _Accepted(columns)
-
-
-def _kept(batch: Batch, draft: Draft, logits: Tensor, found: _Judged) -> _Accepted:
-    """Take the columns of a judgement, and the scores of the accepted path if they are asked for."""
-    columns = found.columns(batch.last_tokens, draft)
-    if not batch.keeps_scores:
-        return _Accepted(columns)
-    path = tree_tables(draft.tree, logits.device).paths[found.place][..., None]
-    return _Accepted(columns, JudgedScores(*(torch.take_along_dim(each, path, 1) for each in (found.scores, logits))))
+    return columns
 
 
 def _judged(asked: _Asked, rule: Rule, draft: Draft, logits: Tensor) -> _Judged:
@@ -192,14 +185,14 @@ def _scores(sampling: BatchSampling | AlikeSampling, draft: Draft, logits: Tenso
     return scores
 
 
-def _settled(batch: Batch, draft: Draft, accepted: _Accepted) -> Verdict:
+def _settled(batch: Batch, draft: Draft, judged_columns: Tensor, kept: JudgedScores | None) -> Verdict:
     """Wait for what was accepted, the round's only synchronisation, and find where rows end or are cut."""
-    columns = accepted.columns.tolist()
+    columns = judged_columns.tolist()
     judged = _on_host(batch, draft, columns)
     limit = lockstep_limit(batch, draft, [row.tokens for row in judged.values()])
     runs = batch.shortened([judged[row].tokens if row in judged else [] for row in range(batch.size)])
     cut = [run[:limit] for run in runs]
-    ends = batch.ends(cut, accepted.scores)
+    ends = batch.ends(cut, kept)
     rows = {
         row: replace(
             found,

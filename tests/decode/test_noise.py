@@ -126,7 +126,8 @@ def test_draws_follow_weights_that_are_not_normalised(draws: Draws) -> None:
     # Tokens of a small vocabulary, of a large one up to its ends, and of one block and its neighbours.
     for tokens, vocab in (([0, 1, 2, 3, 4], 5), ([0, 2048, 4096, 6144, 8192], 8193), ([255, 256, 300, 511, 512], 9000)):
         whole = torch.zeros(vocab).index_copy(0, torch.tensor(tokens), weights)
-        drawn = torch.cat([draws(whole.expand(50, 20, vocab), 50 * seed) for seed in range(8)])
+        # Few at once, which stay in the processor's cache.
+        drawn = torch.cat([draws(whole.expand(5, 8, vocab), 50 * seed) for seed in range(200)])
         joint: dict[tuple[int, ...], float] = {
             (token,): float(weight / weights.sum()) for token, weight in zip(tokens, weights, strict=True)
         }
@@ -150,9 +151,9 @@ def test_draws_do_not_depend_on_each_other(draws: Draws) -> None:
 
 def test_tokens_of_tiny_weight_are_drawn_no_more_than_they_weigh(draws: Draws) -> None:
     # Together they weigh one in a million: uniform numbers of 24 bits would draw some of them in a few thousand draws.
-    weights = torch.full((500, 4, 20_000), 5e-11)
+    weights = torch.full((5, 4, 20_000), 5e-11)
     weights[..., 7777] = 1.0
-    assert (draws(weights, 0) == 7777).all()
+    assert all((draws(weights, 50 * seed) == 7777).all() for seed in range(100))
 
 
 @pytest.mark.parametrize(("by", "count", "vocab"), [(drawn_by_inversion, 1, 5), (drawn_by_blocks, 2, 8193)])
