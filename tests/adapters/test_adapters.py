@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import runpy
 from typing import Any
 
@@ -21,9 +19,8 @@ from helpers.drafting import assert_alike
 from helpers.joints import assert_rows_are_stock
 from helpers.shrunken import shrunken
 from helpers.snippets import ROOT, snippets
-from selfspec.adapters import ADAPTERS
+from selfspec.adapters import ADAPTERS, DECLARED
 from selfspec.adapters.refused import BEFORE_5_21
-from selfspec.architecture import Adapter
 from selfspec.compat import OUTPUT_CACHE, cache_argument
 from selfspec.errors import UnsupportedOptionError
 
@@ -31,19 +28,12 @@ EXIT = selfspec.drafts.EarlyExit(3)
 SKIP = selfspec.drafts.LayerSkip(attention=[2], mlp=[1])
 
 
-def declared() -> list[Adapter]:
-    """What each file declares but those of refusals and of what checkpoints have beside their layers."""
-    names = {file.name for file in pkgutil.iter_modules(selfspec.adapters.__path__)} - {"refused", "mtp"}
-    return [importlib.import_module(f"selfspec.adapters.{name}").ADAPTER for name in sorted(names)]
-
-
-def test_every_file_declares_an_adapter_that_is_found_once() -> None:
-    adapters = declared()
-    for adapter in adapters:
+def test_every_type_is_declared_once_and_found() -> None:
+    for adapter in DECLARED:
         assert adapter.model_types
         known = set(adapter.model_types) - BEFORE_5_21.keys()
         assert all(ADAPTERS[model_type] is adapter for model_type in known)
-    assert sum(len(adapter.model_types) for adapter in adapters) == len(ADAPTERS) + len(BEFORE_5_21)
+    assert sum(len(adapter.model_types) for adapter in DECLARED) == len(ADAPTERS) + len(BEFORE_5_21)
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:

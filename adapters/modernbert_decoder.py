@@ -1,5 +1,0 @@
-"""The modernbert-decoder architecture."""
-
-from selfspec.architecture import Adapter
-
-ADAPTER = Adapter(model_types=("modernbert-decoder",), attention="attn")
