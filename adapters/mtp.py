@@ -1,5 +1,7 @@
 """Which architectures have modules for multi-token prediction in their checkpoints, and how these are named."""
 
+from dataclasses import replace
+
 from selfspec.architecture import MtpLayout, OfModule
 
 _BEHIND_THE_LAYERS = MtpLayout(config=(("first_k_dense_replace", 0), ("mlp_layer_types", ["sparse"])))
@@ -58,13 +60,8 @@ LAYOUTS: dict[str, MtpLayout] = {
     "qwen3_next": _BESIDE_THE_MODEL,
     "qwen3_5_text": _BESIDE_THE_MODEL,
     "qwen3_5_moe_text": _BESIDE_THE_MODEL,
-    "mellum": MtpLayout(
-        embedding=_BESIDE_THE_MODEL.embedding,
-        hidden=_BESIDE_THE_MODEL.hidden,
-        projection=_BESIDE_THE_MODEL.projection,
-        norm=_BESIDE_THE_MODEL.norm,
-        block=_BESIDE_THE_MODEL.block,
-        config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["sparse"])),
+    "mellum": replace(
+        _BESIDE_THE_MODEL, config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["sparse"]))
     ),
     "ernie4_5_moe": MtpLayout(
         embedding="mtp_emb_norm.{i}",

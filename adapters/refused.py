@@ -6,6 +6,9 @@ _WITH_STATES = """
 bailing_hybrid qwen4_exp qwen4_exp_text inkling2_loop_text inkling2_text inkling_text lfm3 minimax
 recurrent_gemma rwkv xlstm zamba zamba2 zaya
 """
+_WITH_AN_INDEX = """
+axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm5_next_text glm_moe_dsa hy_v4 mistral_large4_text
+"""
 _RECURRENT = "its recurrent state is kept in a way that the shared cache does not copy"
 _INDEXED = "its sparse attention keeps an index beside keys and values, which the shared cache does not hold"
 
@@ -22,20 +25,7 @@ BEFORE_5_21: dict[str, str] = (
 REFUSED: dict[str, str] = {
     **BEFORE_5_21,
     **dict.fromkeys(_WITH_STATES.split(), _RECURRENT),
-    **dict.fromkeys(
-        [
-            "axk2",
-            "deepseek_v32",
-            "deepseek_v4",
-            "dots3_note",
-            "dots3_note_text",
-            "glm5_next_text",
-            "glm_moe_dsa",
-            "hy_v4",
-            "mistral_large4_text",
-        ],
-        _INDEXED,
-    ),
+    **dict.fromkeys(_WITH_AN_INDEX.split(), _INDEXED),
     **dict.fromkeys(("kimi_linear", "nemotron_h"), "its layers of several kinds go by one name"),
     **dict.fromkeys(
         ("nllb-moe", "switch_transformers"),
