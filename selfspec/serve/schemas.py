@@ -163,7 +163,7 @@ class StructuredOutputs(Strict):
         return self.regex or "|".join(map(re.escape, self.choice or ()))
 
 
-BYTES_PER_ITEM = 8
+BYTES_PER_ITEM = 16
 """A body may hold one item for each `BYTES_PER_ITEM` bytes of its size limit."""
 
 _BYTES_PER_CONTAINER, _MOST_DEPTH = 128, 256

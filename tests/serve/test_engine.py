@@ -295,13 +295,18 @@ def test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone(d
 
 # A prompt of text is never read to its end, and no pass over one of token ids ends.
 PROGRAM = """
-import sys, threading
+import gc, sys, threading
 from selfspec.cli.app import main
 from selfspec.serve.scheduler import Scheduler
 from selfspec.serve.served import Served
 wait = threading.Event().wait
 Served.check_text = lambda *_: wait()
-Scheduler.step = lambda _: wait()
+
+def step(_):
+    print(gc.get_freeze_count(), flush=True)
+    wait()
+
+Scheduler.step = step
 sys.exit(main())
 """
 PROMPTS = ("Once", [1, 3])
@@ -340,10 +345,12 @@ def test_sigterm_ends_the_process_in_time_whatever_runs() -> None:
     with stuck(2) as process:
         process.send_signal(signal.SIGTERM)
         begun = time.monotonic()
-        _, log = process.communicate(timeout=20)
+        frozen, log = process.communicate(timeout=20)
     assert time.monotonic() - begun < 3
     assert process.returncode == 0
     assert [json.loads(line) for line in log.splitlines()][-1]["message"].startswith("something still ran")
+    # What was loaded is not looked through again amid requests.
+    assert int(frozen) > 100_000
 
 
 @pytest.mark.tools
