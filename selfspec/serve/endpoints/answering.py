@@ -94,7 +94,7 @@ class ChoicesForm(Form):
 
     head: Body
     prompt_tokens: int
-    opening: Sequence[Body]
+    opening: Iterable[Body]
     chunk: Callable[[int, Piece], Body]
     one: Callable[[int, Choice], Body]
     options: StreamOptions | None
@@ -141,7 +141,7 @@ def note_prompts(served: Served, http: Request, prompts: Sequence[Sequence[int]]
         served.metrics.prompt_tokens.observe(len(prompt))
 
 
-async def row_requests(served: Served, http: Request, request: GenerationFields, work: Work) -> list[RowRequest]:
+async def _row_requests(served: Served, http: Request, request: GenerationFields, work: Work) -> list[RowRequest]:
     """Make a row for each answer, `n` of each prompt. A client who leaves waits for no grammar."""
     prompts, where = work.prompts, work.where
     answers, most = len(prompts) * (request.n or 1), served.limits.answers
@@ -259,10 +259,9 @@ def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Gramm
     return {"logits_processor": made} if made else {}
 
 
-async def answer(
-    served: Served, http: Request, request: GenerationFields, work: Work, rows: Sequence[RowRequest], form: Form
-) -> Response:
-    """Run the rows of `row_requests`, and answer: once all have ended, or piece by piece."""
+async def answer(served: Served, http: Request, request: GenerationFields, work: Work, form: Form) -> Response:
+    """Run what a request asks for, and answer: once all answers have ended, or piece by piece."""
+    rows = await _row_requests(served, http, request, work)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     answering = Answering(served, rows, stops, work)
     try:

@@ -27,7 +27,6 @@ from selfspec.serve.endpoints.answering import (
     finite,
     head_of,
     note_prompts,
-    row_requests,
 )
 from selfspec.serve.grammar import CallGrammar
 from selfspec.serve.schemas import (
@@ -63,10 +62,9 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
         reason = choice.finish_reason
         return {"index": index, "message": message, "logprobs": logprobs(choice.scored), "finish_reason": reason}
 
-    rows = await row_requests(served, http, request, work)
-    opening = [_chunk(index, {"role": "assistant", "content": ""}) for index in range(len(rows))]
+    opening = (_chunk(index, {"role": "assistant", "content": ""}) for index in range(request.n or 1))
     form = ChoicesForm(head, work.prompt_tokens, opening, chunk, one, request.stream_options)
-    return await answer(served, http, request, work, rows, form)
+    return await answer(served, http, request, work, form)
 
 
 async def chat_work(served: Served, http: Request, request: ChatCompletionRequest) -> Work:
@@ -233,8 +231,7 @@ async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response
     """Answer a chat in another API's form."""
     try:
         request, work = await read_chat(served, http, asked)
-        rows = await row_requests(served, http, request, work)
-        return await answer(served, http, request, work, rows, asked.form(served, work))
+        return await answer(served, http, request, work, asked.form(served, work))
     except ApiError as error:
         own = error.param or ""
         error.param = asked.renamed.get(own, error.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,7 +19,6 @@ from selfspec.serve.endpoints.answering import (
     finite,
     head_of,
     note_prompts,
-    row_requests,
 )
 from selfspec.serve.schemas import CompletionRequest
 from selfspec.serve.served import Served, TokenTexts
@@ -29,9 +29,8 @@ DEFAULT_TOKENS = 16
 async def complete(served: Served, http: Request, request: CompletionRequest) -> Response:
     """Answer a request, with few tokens where it says nothing else."""
     work = await completion_work(served, http, request, DEFAULT_TOKENS)
-    rows = await row_requests(served, http, request, work)
     # Letters that the tokens of each answer, as far as they were sent, write.
-    written = [0] * len(rows)
+    written = Counter[int]()
 
     def choice(index: int, new: Piece | Choice) -> Body:
         logprobs = None
@@ -42,7 +41,7 @@ async def complete(served: Served, http: Request, request: CompletionRequest) ->
 
     head = head_of(served, http, "cmpl", "text_completion")
     form = ChoicesForm(head, work.prompt_tokens, (), choice, choice, request.stream_options)
-    return await answer(served, http, request, work, rows, form)
+    return await answer(served, http, request, work, form)
 
 
 async def completion_work(served: Served, http: Request, request: CompletionRequest, default: int | None) -> Work:

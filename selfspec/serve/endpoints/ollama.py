@@ -17,7 +17,7 @@ from starlette.responses import Response
 from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts, Piece
-from selfspec.serve.endpoints.answering import Body, Form, Work, answer, row_requests
+from selfspec.serve.endpoints.answering import Body, Form, Work, answer
 from selfspec.serve.endpoints.chat_completions import answer_as, called, parsed
 from selfspec.serve.endpoints.completions import completion_work
 from selfspec.serve.schemas import CompletionRequest, Many, Strict, Tool, validated
@@ -197,8 +197,7 @@ async def ollama(served: Served, http: Request, asked: OllamaChat | OllamaGenera
         raise ApiError(400, said, "system", "no_chat_template")
     request = await served.read(lambda: validated(CompletionRequest, {**asked.alike, "prompt": asked.prompt}))
     work = await completion_work(served, http, request, None)
-    rows = await row_requests(served, http, request, work)
-    return await answer(served, http, request, work, rows, asked.form(served, work))
+    return await answer(served, http, request, work, asked.form(served, work))
 
 
 class OllamaForm(Form):
