@@ -93,8 +93,9 @@ class CudaGraphs(Runtime):
         tensors, device = example.flat(), example.tokens.device
         # An operation that waits for the device would make a capture fail half-way.
         expected = run_watched(lambda: function(tensors))
-        if isinstance(function, PassFunction) and runs_triton(device) and _is_joined(function):
-            function = _fused(function, tensors, expected)
+        if isinstance(function, PassFunction) and runs_triton(device) and function.dtype in _FUSED:
+            # What a pass copies from the host, and leaves for it, is not noted.
+            function = function if function.kind.kept == "host" else _fused(function, tensors, expected)
         return _Graphs(function, len(example.slots.buffers), self._recorder(device))
 
     def repeated(self, function: Function, device: torch.device) -> Function:
@@ -123,11 +124,6 @@ class CudaGraphs(Runtime):
 
 # Dtypes whose passes are joined to few launches.
 _FUSED = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _is_joined(function: PassFunction) -> bool:
-    # What a pass copies from the host, and leaves for it, is not noted.
-    return function.dtype in _FUSED and function.kind.kept != "host"
 
 
 def _fused(function: PassFunction, tensors: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Function:

@@ -255,11 +255,7 @@ def _written(node: Any) -> tuple[Any, Any, Any] | None:
 def _rotated_to_cache(
     queries: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor, *others: Any
 ) -> Tensor:
-    return rotated_to_cache(queries, keys, values, *_turns(cosines, sines), *others)
-
-
-def _turns(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    return cosines[:, 0].contiguous(), sines[:, 0].contiguous()
+    return rotated_to_cache(queries, keys, values, cosines[:, 0].contiguous(), sines[:, 0].contiguous(), *others)
 
 
 # What stands alone.

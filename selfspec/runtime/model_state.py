@@ -338,11 +338,7 @@ class _NoReading(TorchDispatchMode):
 
 def reads_values(func: Any, args: Any) -> bool:
     """Return whether a torch operation turns values of tensors into numbers or shapes, which waits for the device."""
-    if func is torch.ops.aten.index.Tensor and not any(_is_chosen_by(index) for index in args[1]):
-        return False
+    if func is torch.ops.aten.index.Tensor:
+        # The values of a mask decide the shape of the result.
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
-
-
-def _is_chosen_by(index: Tensor | None) -> bool:
-    """Return whether an index is a mask, so that the shape of the result depends on its values."""
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
