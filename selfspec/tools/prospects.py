@@ -43,7 +43,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Prospects:
+class CheckpointProspects:
     """What a checkpoint can do here.
 
     Attributes:
@@ -86,14 +86,14 @@ class CheckpointSummary(ModelSummary):
     """
 
     checkpoint: str
-    here: Prospects
+    here: CheckpointProspects
     mtp: int | None = None
     plan: dict[str, Any] | None = None
 
 
 def prospects(
     name: str, place: str, surveyed: Survey, summary: ModelSummary, format: Format | None = None
-) -> Prospects:
+) -> CheckpointProspects:
     """Say what a checkpoint can do on this machine. Its survey is for `CONTEXT` tokens; a profile may need its weights.
 
     With a format the survey's model holds packed weights.
@@ -134,7 +134,7 @@ def prospects(
     elif packs and device.type == "cpu":
         packed = packed_bytes(model.config, exact_format("planes"))
     words = quote(name) + ("" if format is None or in_folder else f" --weights {format.name}")
-    return Prospects(
+    return CheckpointProspects(
         device=str(device),
         memory=memory,
         account={what: size for what, size in split.account.items() if size},

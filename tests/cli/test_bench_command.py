@@ -189,7 +189,7 @@ def test_acceptance_alone_of_whole_prompts_times_nothing(
 
 
 @pytest.mark.tools
-def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None:
+def test_a_study_by_options(invoke: Invoke, said: Said, folder: str, tmp_path: Path) -> None:
     words = ("ablate", "--model", folder, "--draft", "exits", "--confirm", "0", "--temperature", "0", *STUDY)
     to = tmp_path / "study"
     ending = invoke(*words, "--to", str(to))
@@ -198,6 +198,11 @@ def test_a_study_by_options(invoke: Invoke, folder: str, tmp_path: Path) -> None
     assert "0 failed" in ending.stdout
     names = {"runs.jsonl", "table.csv", "table.parquet", "report.md", "cost.png", "exits.pdf"}
     assert names <= {file.name for file in to.iterdir()}
+    drawn = ("plot", str(to), "--x", "draft_length", "--y", "exit", "--colour", "predicted_speedup")
+    assert invoke(*drawn, "--to", str(tmp_path / "exits.png")).status == 0
+    # Of more texts than there are it says how many there were.
+    many = said(*words[: -len(STUDY)], "--texts", "99", *STUDY[2:], "--to", str(to))["study"]
+    assert many["texts"] == len(PROMPTS)
 
 
 @pytest.mark.tools

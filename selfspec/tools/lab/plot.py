@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.errors import StudyError
 from selfspec.files.writing import whole
-from selfspec.tools.lab.table import positions, summarise
+from selfspec.tools.lab.table import ARM, CONDITIONS, positions, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,6 +48,8 @@ COLUMN = 3.3
 """Width of a column of a paper, in inches."""
 
 _MARKERS, _DASHES = "osv^dDPX*", ("-", "--", ":", "-.")
+# Markers on a line at most.
+_MARKED = 40
 _PANEL, _LINE, _TURNED, _KEYS_ACROSS = 1.7, 0.13, 1.5, 3
 # Width of a letter in sizes of the font, letters of the narrowest title, and height of another line of it in inches.
 _LETTER, _NARROWEST, _FURTHER = 0.6, 16, 0.13
@@ -204,10 +206,12 @@ def _points(
         if own.empty:
             continue
         look = dict(looks[key] if looks else _look(0))
-        if named or both:
+        # No line joins what is of several drafts or conditions.
+        if named or both or own[x].duplicated().any():
             look["linestyle"] = ""
         else:
             own = own.sort_values(x)
+            look["markevery"] = -(-len(own) // _MARKED)
         at = [lines.index(name) for name in own[y]] if named else own[y]
         axes.errorbar(
             own[x],
@@ -249,6 +253,13 @@ def _baseline(axes: Axes, x: str, y: str) -> None:
 
 def _heat(figure: Figure, axes: Axes, table: DataFrame, x: str, y: str, colour: str, room: int) -> None:
     """Draw a heat map; `room` is the number of letters beside each other that fit below it."""
+    cells = table.groupby([y, x], sort=False)
+    if (cells[colour].nunique() > 1).any():
+        differing = [name for name in (*CONDITIONS, *ARM) if name in table and (cells[name].nunique() > 1).any()]
+        raise StudyError(
+            f"several lines have one {x} and one {y}, and another {colour}: they differ in {', '.join(differing)}; "
+            "choose by --only, or a panel for each"
+        )
     values = table.pivot_table(index=y, columns=x, values=colour, sort=False)
     values = values.reindex(index=_ordered(values.index), columns=_ordered(values.columns))
     image = axes.imshow(values, cmap="cividis", aspect="auto")

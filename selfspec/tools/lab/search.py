@@ -43,6 +43,8 @@ Promised = Callable[[Sequence[SkipSet]], list[float]]
 _WIDTH = 6
 # Texts, and drafted tokens of each, that states are compared on; a few tell as much as many.
 _TEXTS, _TOKENS = 2, 32
+# Proposals for each set to evaluate, of which many come again, before a search takes it that there are no more.
+_PATIENCE = 20
 
 
 def search(
@@ -65,14 +67,19 @@ def search(
         raise StudyError("a Bayesian search needs Optuna; pip install 'selfspec[bench]'")
     studied = replace(studied, prompts=dict([next(iter(studied.prompts.items()))]))
     known = {row["measured"]: row for row in _found(kept, study, studied, [], watch)}
+    (prompts,) = studied.prompts.values()
+    # Sets by similarity are known all at once, and so is what is left of them.
+    parts = None if by == "similarity" else _Parts(watch, evaluations * len(prompts))
     places: dict[str, int] = {}
     found: list[Row] = []
 
     def promised(sets: Sequence[SkipSet]) -> list[float]:
         names = [*map(skip_name, sets)]
-        rows = _found(kept, study, studied, sets, watch)
+        if parts is not None:
+            parts.part = len(sets) * len(prompts)
+        rows = _found(kept, study, studied, sets, parts or watch)
         new = dict.fromkeys(name for name in names if name not in places)
-        places.update((name, len(places) + number) for number, name in enumerate(new, 1))
+        places.update(zip(new, range(len(places) + 1, len(places) + len(new) + 1), strict=True))
         judged = [{**row, "evaluation": places[row["draft"]], "search": by} for row in rows if row.get("draft")]
         found.extend(row for row in judged if row["draft"] in new)
         best = summarise(judged).groupby("draft")["predicted_speedup"].max()
@@ -93,6 +100,20 @@ def search(
     return Finding(study, found)
 
 
+class _Parts(Watch):
+    """Shows stages as parts of one stage of so many steps, in which what is known counts as done."""
+
+    def __init__(self, watch: Watch, steps: int) -> None:
+        self.part, self._watch = 0, watch
+        watch.begin(steps)
+
+    def begin(self, steps: int) -> None:
+        self._watch.step("what is known", self.part - steps)
+
+    def step(self, what: str, steps: int = 1) -> None:
+        self._watch.step(what, steps)
+
+
 def search_by_bayes(space: Space, evaluations: int, seed: int, promised: Promised) -> None:
     """Evaluate sets that a tree-structured Parzen estimator (Bergstra et al., 2011) proposes, one after the other.
 
@@ -104,14 +125,19 @@ def search_by_bayes(space: Space, evaluations: int, seed: int, promised: Promise
     sampler = optuna.samplers.TPESampler(seed=seed)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     trials = optuna.create_study(direction="maximize", sampler=sampler)
-    for _ in range(evaluations):
+    speeds: dict[SkipSet, float] = {}
+    for _ in range(_PATIENCE * evaluations):
         trial = trials.ask()
         size = trial.suggest_int("sublayers", space.fewest, space.most)
         worth = {unit: trial.suggest_float(skip_name(unit), 0.0, 1.0) for unit in space.units}
         skipped: SkipSet = frozenset()
         for unit in sorted(space.units, key=lambda unit: worth[unit]):
             skipped |= unit if len(skipped | unit) <= size else frozenset()
-        trials.tell(trial, promised([skipped]))
+        if skipped not in speeds:
+            (speeds[skipped],) = promised([skipped])
+        trials.tell(trial, speeds[skipped])
+        if len(speeds) == evaluations:
+            return
 
 
 def search_greedily(space: Space, evaluations: int, promised: Promised) -> None:

@@ -66,6 +66,7 @@ def test_sets_have_sizes_that_were_asked_for(studied: StudiedModel) -> None:
 @pytest.mark.tools
 def test_a_greedy_search_keeps_what_it_left_out(studied: StudiedModel) -> None:
     found = scored(search(studied, STUDY, _space(studied, 1, 3), evaluations=10 + 9 + 4, by="greedy"))
+    assert [row["evaluation"] for row in found] == [*range(1, 24)]
     sizes = [[row for row in found if row["skipped"] == size] for size in (1, 2, 3)]
     assert [len(some) for some in sizes] == [10, 9, 4]
     for shorter, longer in pairwise(sizes):
@@ -79,11 +80,12 @@ def test_a_bayesian_search_says_how_it_went_and_goes_the_same_way_again(studied:
     space, runs = _space(studied, 1, 3), Runs(tmp_path)
     found = scored(search(studied, STUDY, space, 12, runs, by="bayes"))
     assert {row["skipped"] for row in found} <= {1, 2, 3}
-    assert [row["evaluation"] for row in found] == [*range(1, len(found) + 1)]
+    assert [row["evaluation"] for row in found] == [*range(1, 13)]
     speeds = [row["predicted_speedup"] for row in found]
     assert [row["best_so_far"] for row in found] == pytest.approx([*accumulate(speeds, max)])
-    judged = len(runs.measured("teacher forcing"))
-    assert scored(search(studied, STUDY, space, 12, runs, by="bayes")) == found
+    judged, watch = len(runs.measured("teacher forcing")), Notes()
+    assert scored(search(studied, STUDY, space, 12, runs, watch, by="bayes")) == found
+    assert watch.steps == ["what is known"] * watch.expected
     assert len(runs.measured("teacher forcing")) == judged
 
 

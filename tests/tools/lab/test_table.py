@@ -144,6 +144,9 @@ def test_figures_that_say_less_than_they_seem_to_are_said() -> None:
     assert "hardly a round had a draft" in said(shapes=[[0, 0, 16]], judged=[], accepted=[])
     assert "texts repeat themselves" in said(repeated_share=0.5)
     assert "of 2 cores 0.2 were free for 1 thread," in said(free=0.2)
+    # Where nothing was timed, busy cores are no doubt.
+    untimed = [{name: row[name] for name in row if "second" not in name} for row in many]
+    assert doubts(summarise([{**row, "free": 0.2} for row in untimed])) == []
     assert "1 text, so there are no intervals" in doubts(summarise(many[:2]))[0]
 
 
@@ -179,7 +182,8 @@ def test_pictures_fit_a_column_and_say_what_they_show(tmp_path: Path) -> None:
         {"x": "c", "y": "alpha", "by": "kind"},
         {"x": "acceptance_rate", "y": "draft"},
         {"x": "position", "y": "accepted", "by": "draft_length"},
-        {"x": "draft_length", "y": "exit", "colour": "predicted_speedup"},
+        {"x": "draft_length", "y": "exit", "colour": "alpha"},
+        {"x": "draft_length", "y": "exit", "colour": "predicted_speedup", "panel": "temperature"},
     ]
     for how in pictures:
         figure = plot(table, to=tmp_path / "a.pdf", **how)
@@ -236,6 +240,17 @@ def test_a_heat_map_has_numbers_in_order_and_labels_apart() -> None:
         label = bar.yaxis.label.get_window_extent()
         assert 0 <= label.y0 <= label.y1 <= figure.bbox.y1
         assert label.x1 <= figure.bbox.x1
+
+
+def test_what_is_of_several_conditions_is_neither_averaged_nor_joined() -> None:
+    table = summarise(study(4))
+    table["alpha"] += table["temperature"] / 10
+    with pytest.raises(StudyError, match="they differ in temperature; choose by --only"):
+        plot(table, "draft_length", "exit", colour="alpha")
+    greedy = table[table["temperature"] == 0]
+    for lines, joined in ((table, ""), (greedy[greedy["draft_length"] == 1], "-")):
+        (axes,) = plot(lines, "exit", "alpha").axes
+        assert {str(each.get_linestyle()) for each in axes.lines} <= {joined or "None"}
 
 
 def test_positions_with_hardly_a_trial_are_not_drawn() -> None:

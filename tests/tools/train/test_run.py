@@ -20,6 +20,7 @@ from transformers.integrations import integration_utils
 import selfspec
 from helpers.saved_folders import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, StorageError, TrainingError
+from selfspec.model.identity import fingerprint
 from selfspec.tools.train.corpus import Blocks
 from selfspec.tools.train.course import CHECKPOINTS, Observer, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
@@ -104,7 +105,13 @@ def test_exit_heads_learn_and_draft_for_their_base(
     for exit_layer in _HEADS.exits:
         assert report["after"][f"alpha_{exit_layer}"] > report["before"][f"alpha_{exit_layer}"] + 0.02
     assert {file.name for file in to.iterdir()} == _WRITTEN
-    assert json.loads((to / "training.json").read_text())["after"] == report["after"]
+    kept = json.loads((to / "training.json").read_text())
+    assert kept["after"] == report["after"]
+    # What it was made with is told.
+    assert {"selfspec", "commit", "torch", "transformers", "processor", "threads"} <= kept["made_with"].keys()
+    assert kept["base"] == fingerprint(stories.float())
+    assert all(len(text["sha256"]) == 64 for text in kept["source"]["text"])
+    assert kept["course"]["seed"] == _COURSE.seed
     assert_drafts(stories, tokenizer, f"head:{to}@3")
 
 
