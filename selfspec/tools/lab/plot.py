@@ -49,8 +49,10 @@ COLUMN = 3.3
 
 _MARKERS, _DASHES = "osv^dDPX*", ("-", "--", ":", "-.")
 # Markers on a line at most.
-_MARKED = 40
-_PANEL, _LINE, _TURNED, _KEYS_ACROSS = 1.7, 0.13, 1.5, 3
+_MARKED = 12
+_PANEL, _LINE, _TURNED = 1.7, 0.13, 1.5
+# Keys of the legend beside each other, at most, and the letters that a key takes beside its name.
+_KEYS_ACROSS, _KEY = 3, 7
 # Width of a letter in sizes of the font, letters of the narrowest title, and height of another line of it in inches.
 _LETTER, _NARROWEST, _FURTHER = 0.6, 16, 0.13
 # Numbers of columns and of lines of a heat map that have room for their figures; its share of the width.
@@ -110,7 +112,10 @@ def plot(
         raise StudyError(f"the table has no line with {' and '.join(wanted)}")
     names: list[Any] = [*drawn[panel].unique()] if panel else [None]
     keys = [] if by is None else _ordered(drawn[by].unique())
-    looks = {key: _look(number) for number, key in enumerate(keys)}
+    called = {key: _cut(key, _letters(width, font) - _KEY) for key in keys}
+    if len({*called.values()}) < len(keys):
+        called = {key: str(key) for key in keys}
+    looks = {key: {**_look(number), "label": called[key]} for number, key in enumerate(keys)}
     rows = drawn[y].nunique() if colour or _is_named(drawn, x, y) else 0
     # A title begins where the axes do, right of what names their lines.
     beside = 2 + max((len(_cut(each)) for each in drawn[y].unique() if isinstance(each, str)), default=6)
@@ -118,7 +123,9 @@ def plot(
     titles = {name: wrap(str(name), room) for name in names if name is not None}
     each = 0.35 + _LINE * rows if rows else _PANEL
     each += _TURNED if colour and _is_named(drawn, x) else 0
-    legend = 0.14 * -(-len(keys) // _KEYS_ACROSS)
+    longest = max(map(len, called.values()), default=0)
+    across = max(1, min(_KEYS_ACROSS, len(keys), _letters(width, font) // (longest + _KEY)))
+    legend = 0.14 * -(-len(keys) // across)
     further = _FURTHER * sum(len(lines) - 1 for lines in titles.values())
     with rc_context({**STYLE, "font.size": font, "axes.titlesize": font, "legend.fontsize": font - 0.5}):
         size = width, height or 0.45 + legend + further + len(names) * (each + 0.25)
@@ -144,7 +151,7 @@ def plot(
                 shown_keys.values(),
                 shown_keys,
                 loc="outside upper center",
-                ncols=min(_KEYS_ACROSS, len(shown_keys)),
+                ncols=across,
                 title=_words(by or ""),
             )
         if to is not None:
@@ -183,6 +190,7 @@ def _is_named(table: DataFrame, *columns: str) -> bool:
 
 def _words(name: str) -> str:
     words = {"alpha": "acceptance of the first draft token", "c": "draft cost ratio c", "part": "left out"}
+    words |= {"best_so_far": "best predicted speedup so far"}
     return words.get(name, name.replace("_", " "))
 
 
@@ -218,7 +226,6 @@ def _points(
             at,
             None if named else _ends(own, y),
             _ends(own, x) if named or both else None,
-            label=None if key is None else _cut(key),
             elinewidth=0.6,
             capsize=1.5 if named else 0,
             **look,

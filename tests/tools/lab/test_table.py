@@ -242,6 +242,25 @@ def test_a_heat_map_has_numbers_in_order_and_labels_apart() -> None:
         assert label.x1 <= figure.bbox.x1
 
 
+def test_a_legend_of_long_names_is_whole() -> None:
+    table = pandas.DataFrame(
+        {"x": [1, 2, 3], "y": [1, 2, 3], "rule": [f"a-rule-of-a-long-name:top_k={k}" for k in "abc"]}
+    )
+    figure = plot(table, "x", "y", "rule")
+    figure.draw_without_rendering()
+    assert [each.get_text() for each in figure.legends[0].get_texts()] == table["rule"].tolist()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 <= box.x1 <= figure.bbox.x1
+    (axes,) = figure.axes
+    assert axes.get_window_extent().y1 <= box.y0
+
+
+def test_names_that_are_alike_at_both_ends_have_a_key_each() -> None:
+    names = [f"{'a' * 40}{middle}{'z' * 40}" for middle in "12"]
+    (legend,) = plot(pandas.DataFrame({"x": [1, 2], "y": [1, 2], "rule": names}), "x", "y", "rule").legends
+    assert [each.get_text() for each in legend.get_texts()] == names
+
+
 def test_what_is_of_several_conditions_is_neither_averaged_nor_joined() -> None:
     table = summarise(study(4))
     table["alpha"] += table["temperature"] / 10
