@@ -25,7 +25,7 @@ from selfspec.placement.drafts import Placement, format_of
 from selfspec.placement.packed import fill
 from selfspec.placement.plan import Plan, Stays, parse_bytes, plan_memory, shown_bytes
 from selfspec.placement.skeleton import names_by_weight, read_dtype
-from selfspec.placement.stored import StoredWeight, bytes_in_memory, drafts_inside
+from selfspec.placement.stored import StoredRun, StoredWeight, bytes_in_memory, drafts_inside
 from selfspec.placement.survey import StreamableModule, Survey, survey
 from selfspec.placement.weight_source import FromDisk, WeightSource
 from selfspec.placement.weight_stream import WeightStream, stream_module
@@ -89,22 +89,19 @@ def _stream(
     """Make modules take from a stream what of their weights is not in memory, and make their substitutes."""
     dtype, pages = surveyed.dtype, LargePages()
     fetched = [
-        weight.parts[part]
-        for module, stays in modules
-        for weight in module.weights.values()
-        for part in weight.fetched(stays)
+        run.whole for module, stays in modules for weight in module.weights.values() for run in weight.runs(stays)
     ]
     sizes = [bytes_in_memory(part, dtype) for part in fetched]
     stream = WeightStream(sizes, surveyed.source.slots(fetched, dtype, surveyed.files))
     first = 0
     for each, stays in logging.tqdm(modules, desc="Placing streamed weights", delay=2):
         module = surveyed.skeleton.model.get_submodule(each.name)
-        lent = [(name, part) for name, weight in each.weights.items() for part in weight.fetched(stays)]
+        lent = [(name, run) for name, weight in each.weights.items() for run in weight.runs(stays)]
         kept = {
             name: {
                 part: pages.moved(surveyed.files.read(where).to(surveyed.source.device))
                 for part, where in weight.parts.items()
-                if (name, part) not in lent
+                if part not in weight.fetched(stays)
             }
             for name, weight in each.weights.items()
         }
@@ -121,14 +118,14 @@ def _stream(
 def _lent(
     weights: Mapping[str, StoredWeight],
     kept: Mapping[str, Mapping[str, Tensor]],
-    lent: Sequence[tuple[str, str]],
+    lent: Sequence[tuple[str, StoredRun]],
     dtype: torch.dtype,
     tensors: Sequence[Tensor],
 ) -> dict[str, nn.Parameter]:
-    """Make the parameters of a module of what is kept of its weights and what is lent, by weight and part."""
+    """Make the parameters of a module of what is kept of its weights, by weight and part, and what is lent."""
     parts = {name: dict(kept[name]) for name in weights}
-    for (name, part), tensor in zip(lent, tensors, strict=True):
-        parts[name][part] = tensor
+    for (name, run), tensor in zip(lent, tensors, strict=True):
+        parts[name].update(run.split(tensor))
     return {name: weight.parameter(parts[name], dtype) for name, weight in weights.items()}
 
 

@@ -61,6 +61,31 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class StoredRun:
+    """Locates a part of a weight, or several in bytes that lie next to one another in a file: one read fetches them."""
+
+    parts: Mapping[str, StoredTensor]
+
+    @property
+    def whole(self) -> StoredTensor:
+        """What is fetched: the only part, or the bytes from the first of several to the end of the last."""
+        first, *others = self.parts.values()
+        if not others:
+            return first
+        end = others[-1].start + others[-1].nbytes
+        return StoredTensor(first.file, first.start, (end - first.start,), torch.uint8)
+
+    def split(self, fetched: Tensor) -> dict[str, Tensor]:
+        """Return the parts, by name, as views of what was fetched."""
+        if len(self.parts) == 1:
+            return dict.fromkeys(self.parts, fetched)
+        start = self.whole.start
+        return {
+            name: fetched[part.start - start :][: part.nbytes].view(part.shape) for name, part in self.parts.items()
+        }
+
+
+@dataclass(frozen=True)
 class StoredWeight:
     """Locates the parts of a packed weight, `[..., out, in]`, by name; a dense weight is one part, `""`.
 
@@ -94,6 +119,15 @@ class StoredWeight:
             return [*self.parts]
         inside = drafts_inside(self.format) if stays is Stays.PART else {}
         return [part for part in self.format.fetched if not any(part in kind.parts for kind in inside.values())]
+
+    def runs(self, stays: Stays = Stays.NOTHING) -> list[StoredRun]:
+        """Return the parts that are fetched where something stays of a layer, those of one read together."""
+        found: list[dict[str, StoredTensor]] = []
+        for name, part in sorted(((name, self.parts[name]) for name in self.fetched(stays)), key=_place):
+            if not found or not _follows(part, [*found[-1].values()][-1]):
+                found.append({})
+            found[-1][name] = part
+        return [*map(StoredRun, found)]
 
     def nbytes(self, dtype: torch.dtype, parts: Iterable[str] | None = None) -> int:
         """Count the bytes of some parts, or of all, in a model of a dtype."""
@@ -137,6 +171,16 @@ def drafts_inside(format: Format | None) -> dict[str, type[Format]]:
         for name, kind in formats().items()
         if not kind.exact and not kind.copies and set(kind.parts) <= set(format.parts)
     }
+
+
+def _place(named: tuple[str, StoredTensor]) -> tuple[Path, int]:
+    return named[1].file, named[1].start
+
+
+def _follows(part: StoredTensor, before: StoredTensor) -> bool:
+    """Return whether a part lies behind another but for an alignment; only bytes may begin anywhere in what is read."""
+    bytes_alone = part.dtype == before.dtype == torch.uint8
+    return bytes_alone and part.file == before.file and part.start - before.start - before.nbytes < PAGE
 
 
 def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:

@@ -156,7 +156,7 @@ class Survey:
             process=self.process,
             kept=sum(self._nbytes(*named) for named in self.skeleton.model.named_parameters()) - sum(sizes),
             layers=tuple(sizes),
-            largest=max(map(self._largest_part, weights), default=0),
+            largest=max(map(self._largest_run, weights), default=0),
             substitutes={
                 name: tuple(sum(module.substitutes[name] for module in layer) for layer in self.layers)
                 for name in copies()
@@ -185,9 +185,9 @@ class Survey:
         is_copied = any(source.dtype_in_slots(part.dtype, dtype) != dtype for part in weight.parts.values())
         return weight.shape.numel() * max(4, dtype.itemsize) if is_copied else 0
 
-    def _largest_part(self, weight: StoredWeight) -> int:
-        parts = [weight.parts[part] for part in weight.fetched()]
-        return max(part.numel * self.source.dtype_in_slots(part.dtype, self.dtype).itemsize for part in parts)
+    def _largest_run(self, weight: StoredWeight) -> int:
+        fetched = [run.whole for run in weight.runs()]
+        return max(each.numel * self.source.dtype_in_slots(each.dtype, self.dtype).itemsize for each in fetched)
 
     def _nbytes(self, name: str, weight: nn.Parameter) -> int:
         return self.packed[name].nbytes(self.dtype) if name in self.packed else weight.nbytes
@@ -259,7 +259,7 @@ def _kept_substitutes(made: Skeleton, layers: Sequence[Sequence[StreamableModule
 
 def _largest(layers: Sequence[Sequence[StreamableModule]]) -> int:
     weights = [weight for layer in layers for module in layer for weight in module.weights.values()]
-    return max((weight.parts[part].nbytes for weight in weights for part in weight.fetched()), default=0)
+    return max((run.whole.nbytes for weight in weights for run in weight.runs()), default=0)
 
 
 def _fits(shapes: Iterable[torch.Size]) -> bool:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import selfspec
@@ -144,6 +145,22 @@ def test_a_pass_moves_a_quarter_of_the_bits_of_layers_whose_upper_plane_stays(tm
     before = stream.bytes_moved
     model(PROMPTS)
     assert 0 < stream.bytes_moved - before <= 0.27 * bits
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["packed while it is loaded", "packed before"])
+def test_one_read_fetches_both_planes_of_a_weight(tmp_path: Path, packed: bool) -> None:
+    folder = tmp_path / "dense"
+    tiny.llama(dtype=torch.bfloat16, intermediate_size=64).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if packed:
+        selfspec.pack(folder, to=tmp_path / "packed")
+        folder = tmp_path / "packed"
+    placed = in_planes(folder, (0, None, 0), FromDisk())
+    streamed = [each for each in placed.modules() if isinstance(each, nn.Linear) and each.weight.is_meta]
+    assert torch.equal(placed(PROMPTS).logits, model(PROMPTS).logits)
+    with mock.patch.object(ReadBuffer, "read", autospec=True, side_effect=ReadBuffer.read) as read:
+        assert torch.equal(placed(PROMPTS).logits, model(PROMPTS).logits)
+    assert 0 < read.call_count <= len(streamed)
 
 
 def test_packed_weights_that_the_disk_has_no_room_for_are_a_typed_error(
