@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.errors import DraftConfigError
-from selfspec.formats.packed import Packed, PackedLinear, PackedStack, PackedWeight, UnsupportedWeightError, fixed
+from selfspec.formats.packed import (
+    PANEL_ON_CPU,
+    Packed,
+    PackedLinear,
+    PackedStack,
+    PackedWeight,
+    UnsupportedWeightError,
+    fixed,
+)
+from selfspec.kernels import native
 
 GROUP = "selfspec.formats"
 """The group of entry points in which other packages name their formats: `name = module:Class`."""
@@ -113,7 +122,10 @@ class Format(ABC):
 
     def joined_bytes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
         """Count the bytes of dense weights that a product of many rows in a dtype has at once."""
-        return math.prod(shape) * max(torch.float32.itemsize, dtype.itemsize)
+        numel = math.prod(shape)
+        if dtype == torch.bfloat16 and device.type == "cpu" and native.available():
+            numel = min(numel, PANEL_ON_CPU + shape[-1])
+        return numel * max(torch.float32.itemsize, dtype.itemsize)
 
     @property
     def sizes(self) -> str:

@@ -18,8 +18,8 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 
-# Weights that are joined at once where rows are many: larger blocks come from the system anew, a page after the other.
-_PANEL_ON_CPU = 120_000
+PANEL_ON_CPU = 120_000
+"""Weights that are joined at once where rows are many: larger blocks come from the system anew, page by page."""
 # The largest weight, in numbers, whose memory a thread keeps for the next one that it joins.
 _MOST_KEPT = 1 << 24
 
@@ -168,7 +168,7 @@ class KernelLinear(PackedLinear):
         if self.dtype != torch.bfloat16 or not self.is_native:
             return functional.linear(states, self.join())
         # In float32 torch gives other bits for fewer outputs.
-        panels = some_rows(self.weight, _PANEL_ON_CPU)
+        panels = some_rows(self.weight, PANEL_ON_CPU)
         ids = torch.arange(self.out_features)
         return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
 

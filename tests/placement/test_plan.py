@@ -22,6 +22,8 @@ from helpers import tiny
 from helpers.captures import Operations
 from helpers.copies import plan
 from selfspec.errors import CheckpointError, UnsupportedOptionError
+from selfspec.formats.format import Format
+from selfspec.formats.planes import Planes
 from selfspec.placement.place import place
 from selfspec.placement.plan import SLOTS, Bandwidth, Memory, Plan, Stays, parse_bytes, plan_memory, shown_bytes
 from selfspec.placement.stored import ReadBuffer, WeightFiles, stored_tensors
@@ -263,21 +265,24 @@ def _gpt_oss() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "context", "tokens"),
+    ("make", "context", "tokens", "weights"),
     [
-        (_wide, 4096, 2000),
+        (_wide, 4096, 2000, None),
+        # Panels of planes are joined, never a weight.
+        (_wide, 4096, 2000, Planes()),
         # Masks are most of it.
-        pytest.param(_long, 32768, 32500, marks=pytest.mark.contract),
+        pytest.param(_long, 32768, 32500, None, marks=pytest.mark.contract),
         # Eager attention: scores are.
-        (_bloom, 2048, 2000),
-        pytest.param(_gpt_oss, 4096, 4000, marks=pytest.mark.contract),
+        (_bloom, 2048, 2000, None),
+        pytest.param(_gpt_oss, 4096, 4000, None, marks=pytest.mark.contract),
     ],
 )
 def test_a_long_prompt_is_read_within_what_is_set_aside_for_it(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], context: int, tokens: int
+    tmp_path: Path, make: Callable[[], PreTrainedModel], context: int, tokens: int, weights: Format | None
 ) -> None:
-    make().save_pretrained(tmp_path)
-    surveyed = survey(str(tmp_path), None, context, FromDisk())
+    made = make() if weights is None else make().to(torch.bfloat16)
+    made.save_pretrained(tmp_path)
+    surveyed = survey(str(tmp_path), None, context, FromDisk(), weights)
     spec = selfspec.wrap(place(surveyed, plan(0)))
     held = _Held()
     with Operations(held.note):
