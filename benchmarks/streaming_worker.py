@@ -81,7 +81,17 @@ def main() -> None:
     except UnsupportedOptionError as error:
         print(json.dumps({"refused": str(error)}))
         return
-    print(json.dumps({"text": text, "plan": asdict(plan), "stats": stats, "moved": moved, **clock.of_a_token()}))
+    print(
+        json.dumps(
+            {
+                "text": text,
+                "plan": asdict(plan) | {"streamed": plan.streamed},
+                "stats": stats,
+                "moved": moved,
+                **clock.of_a_token(),
+            }
+        )
+    )
 
 
 def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
