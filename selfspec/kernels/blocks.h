@@ -48,6 +48,10 @@ inline Levels levels_of_halves(const uint8_t* bytes) {
   const __m256i both = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
   const __m256i groups = _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 0, 2, 1, 3, 1, 3));
   return (Levels)_mm256_srlv_epi32(groups, _mm256_setr_epi32(0, 0, 4, 4, 0, 0, 4, 4)) & 15;
+#elif defined(__AVX512BW__)
+  // In registers: a load of what two stores wrote waits for both to reach the cache.
+  const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return (Levels)_mm256_set_m128i(_mm_srli_epi16(both, 4), both) & 15;
 #else
   const Halves both = read<uint8_t, kLevels / 2>(bytes);
   const Halves parts[2] = {both & 15, both >> 4};
