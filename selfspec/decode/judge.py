@@ -28,7 +28,15 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         group.error = None
     # Rows whose processors have memory are judged by group, place by place; all others together, all places at once.
     if not batch.sampling.in_order:
-        return _judge_together(batch, draft, logits, rule)
+        asked, kept = _asked(batch, draft, rule), None
+        columns = _repeated(batch, draft, logits, rule, asked) if batch.runner.captures else None
+        if columns is None:
+            judged = _judged(asked, rule, draft, logits)
+            columns = judged.columns(batch.last_tokens, draft)
+            if batch.keeps_scores:
+                path = tree_tables(draft.tree, logits.device).paths[judged.place][..., None]
+                kept = JudgedScores(*(torch.take_along_dim(each, path, 1) for each in (judged.scores, logits)))
+        return _settled(batch, draft, columns, kept)
     in_order = [index for index, group in enumerate(batch.groups) if group.sampling.in_order]
     together = [index for index in range(len(batch.groups)) if index not in in_order]
     found: dict[int, RowVerdict] = {}
@@ -37,22 +45,10 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         part = batch.part(groups)
         rows = to_device(part.rows, logits.device)
         own, own_logits = draft.of_rows(part.rows), logits[rows]
-        verdict = (_judge_together if groups is together else _judge_group)(part.batch, own, own_logits, rule)
+        verdict = (judge if groups is together else _judge_group)(part.batch, own, own_logits, rule)
         found |= {part.numbers[number]: row for number, row in verdict.rows.items()}
         last_tokens[rows] = verdict.last_tokens
     return Verdict(tuple(batch.running), {number: found[number] for number in sorted(found)}, last_tokens)
-
-
-def _judge_together(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
-    asked, kept = _asked(batch, draft, rule), None
-    columns = _repeated(batch, draft, logits, rule, asked) if batch.runner.captures else None
-    if columns is None:
-        found = _judged(asked, rule, draft, logits)
-        columns = found.columns(batch.last_tokens, draft)
-        if batch.keeps_scores:
-            path = tree_tables(draft.tree, logits.device).paths[found.place][..., None]
-            kept = JudgedScores(*(torch.take_along_dim(each, path, 1) for each in (found.scores, logits)))
-    return _settled(batch, draft, columns, kept)
 
 
 @dataclass(frozen=True)
