@@ -80,7 +80,7 @@ CATALOGUE = (
         "[parent + 1 for parent in tree.parents]", "list(range(len(tree)))", (_RULES_PROOF,)),
     Mutation("a row commits the first nodes of a tree, not its accepted path", "_on_host",
         "[drafted[node] for node in path]", "drafted[: len(path)]", (_TREE_DRAFTS,)),
-    Mutation("scores kept for the first nodes of a tree, not for the accepted path", "_judge_together",
+    Mutation("scores kept for the first nodes of a tree, not for the accepted path", "judge",
         "torch.take_along_dim(each, path, 1)", "each", (_TREE_DRAFTS,)),
     Mutation("processors see all nodes before one, not its path", "_scores",
         "tree.is_chain or isinstance(sampling, AlikeSampling) or not sampling.reads_prefixes", "True", (_TREE_DRAFTS,)),
