@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from selfspec.tools.lab.plot import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
+from selfspec.tools.lab.runs import Runs
+from selfspec.tools.lab.table import estimate_in, records, summarise
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
@@ -307,30 +309,33 @@ def draw_planes() -> Figure:
 
 def draw_front() -> Figure:
     """Speed and bytes of weights of ways to decode a checkpoint in bfloat16, as the results have them."""
-    speeds = json.loads((RESULTS / "planes_bfloat16.json").read_text())["models"]["smollm2-bf16"]
+    table = summarise(Runs(RESULTS / "planes_avx512_bfloat16").measured("generation"))
+    speeds = {(row["arm"], row["temperature"]): row for row in records(table)}
     sizes = json.loads((RESULTS / "planes_bits.json").read_text())["models"]["smollm2-bf16"]
     dense, packed = sizes["bytes in bfloat16"] / 1e6, sizes["bytes in planes"] / 1e6
     ways = (
-        ("model.generate", "transformers", dense, GREY),
-        ("llama.cpp BF16", "llama.cpp, BF16", dense, GREY),
-        ("plain", "selfspec", dense, BLUE),
+        ("llama.cpp bf16", "llama.cpp, BF16", dense, GREY),
+        ("selfspec plain", "selfspec", dense, BLUE),
         ("planes", "selfspec, in planes", packed, GREEN),
         ("planes, lookup+upper", "in planes, draft lookup+upper", packed, GREEN),
     )
     figure = Figure((7.2, 2.5))
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (2.4, 1), "wspace": 0.06})
-    for place, (name, _, size, colour) in enumerate(ways):
-        for shift, temperature in ((-0.2, "0"), (0.2, "0.8")):
-            speed = speeds[temperature][name]["whole: tokens/s"]
-            error = [[speed["value"] - speed["low"]], [speed["high"] - speed["value"]]]
-            alpha = 1 if temperature == "0" else 0.55
-            left.barh(place + shift, speed["value"], 0.36, color=colour, alpha=alpha, xerr=error, ecolor=BLACK)
+    for place, (arm, _, size, colour) in enumerate(ways):
+        for shift, temperature in ((-0.2, 0.0), (0.2, 0.8)):
+            speed = estimate_in(speeds[arm, temperature], "whole_speedup_over_generate")
+            assert speed is not None
+            error = [[speed.value - speed.low], [speed.high - speed.value]]
+            alpha = 0.55 if temperature else 1
+            left.barh(place + shift, speed.value, 0.36, color=colour, alpha=alpha, xerr=error, ecolor=BLACK)
         right.barh(place, size, 0.76, color=colour)
         right.text(size - 8, place, f"{size:.0f} MB", ha="right", va="center", fontsize=8, color="white")
     left.text(
         0.99, 0.97, "dark: greedy; light: temperature 0.8", transform=left.transAxes, ha="right", va="top", fontsize=7
     )
-    left.set(yticks=range(len(ways)), yticklabels=[shown for _, shown, *_ in ways], xlabel="tokens a second")
+    left.axvline(1, color=BLACK, linewidth=0.8, linestyle=":")
+    left.set(yticks=range(len(ways)), yticklabels=[shown for _, shown, *_ in ways])
+    left.set_xlabel("times as fast as model.generate (dotted)")
     right.set(yticks=[], xlabel="weights", xticks=[])
     for axes in (left, right):
         axes.invert_yaxis()

@@ -254,8 +254,12 @@ def run(
     # quarter of a second, each time that many things were made.
     gc.collect()
     gc.freeze()
-    with bound:
-        _Server(config, served, stop_seconds, ready).run([bound])
+    try:
+        with bound:
+            _Server(config, served, stop_seconds, ready).run([bound])
+    finally:
+        # Libraries complain of what is still there when the process ends.
+        gc.unfreeze()
 
 
 class _Server(PacedServer):

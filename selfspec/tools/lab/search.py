@@ -154,8 +154,9 @@ def search_greedily(space: Space, evaluations: int, promised: Promised) -> None:
 
 
 def scored(finding: Finding) -> list[Row]:
-    """Return the lines of the sets at their best draft lengths, in the order in which they were evaluated."""
-    return sorted((row for row in records(finding.table) if row.get("best_length")), key=lambda row: row["evaluation"])
+    """Return the lines of the sets at their best draft lengths, those of a search in the order of evaluation."""
+    best = (row for row in records(finding.table) if row.get("best_length"))
+    return sorted(best, key=lambda row: row.get("evaluation", 0))
 
 
 def _found(runs: Runs, study: Study, studied: StudiedModel, sets: Sequence[SkipSet], watch: Watch) -> list[Row]:
