@@ -65,6 +65,10 @@ def stock(made: Path, whole: bool = True) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         made, dtype=torch.float32 if whole else torch.bfloat16
     )
+    for module in model.modules():
+        # Where the processor has AVX512-BF16, bitsandbytes multiplies in bfloat16, whatever the dtype.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     model(tiny.prompt(1))
     nn.Module.float(model)
     return model
