@@ -18,10 +18,10 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 
-PANEL_ON_CPU = 120_000
-"""Weights that are joined at once where rows are many: larger blocks come from the system anew, page by page."""
-# The largest weight, in numbers, whose memory a thread keeps for the next one that it joins.
-_MOST_KEPT = 1 << 24
+PANEL_ON_CPU = 1 << 20
+"""Weights in bfloat16 that are joined at once where rows are many: they stay in the cache for the product."""
+# The most bytes that a thread keeps for what it joins next.
+_MOST_KEPT = 1 << 26
 
 
 class UnsupportedWeightError(RuntimeError):
@@ -97,16 +97,16 @@ class _Room(threading.local):
     """Memory of a thread for the weight that it multiplies by; new memory comes from the system a page at a time."""
 
     def __init__(self) -> None:
-        self._kept = torch.empty(0)
+        self._kept = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, rows: int, columns: int) -> Tensor:
-        """Return memory for a weight in float32, which the next call returns again."""
-        size = rows * columns
+    def of(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a weight, which the next call returns again."""
+        size = rows * columns * dtype.itemsize
         if size > _MOST_KEPT:
-            return torch.empty(rows, columns)
+            return torch.empty(rows, columns, dtype=dtype)
         if size > len(self._kept):
-            self._kept = torch.empty(size)
-        return self._kept[:size].view(rows, columns)
+            self._kept = torch.empty(size, dtype=torch.uint8)
+        return self._kept[:size].view(dtype).view(rows, columns)
 
 
 @cache
@@ -161,16 +161,20 @@ class KernelLinear(PackedLinear):
     def _of_many(self, states: Tensor) -> Tensor:
         # Gradients, graphs and autocast may read the weight later.
         here = type(states) is Tensor and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
-        if self.dtype == torch.float32 and self.is_native and here and not torch.is_grad_enabled():
-            weight = _room().of(self.out_features, self.in_features)
-            native.read_rows_to(weight, torch.arange(self.out_features), *self.operands.all)
-            return functional.linear(states, weight)
-        if self.dtype != torch.bfloat16 or not self.is_native:
+        joined = self._joined if here and not torch.is_grad_enabled() else self.rows_of
+        if not self.is_native or self.dtype not in (torch.float32, torch.bfloat16):
             return functional.linear(states, self.join())
         # In float32 torch gives other bits for fewer outputs.
-        panels = some_rows(self.weight, PANEL_ON_CPU)
+        size = PANEL_ON_CPU if self.dtype == torch.bfloat16 else self.out_features * self.in_features
         ids = torch.arange(self.out_features)
-        return torch.cat([functional.linear(states, self.rows_of(ids[some])) for some in panels], -1)
+        products = [functional.linear(states, joined(ids[some])) for some in some_rows(self.weight, size)]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+    def _joined(self, ids: Tensor) -> Tensor:
+        """Return rows of the dense weight, by their numbers, in memory that the next call writes to."""
+        weight = _room().of(len(ids), self.in_features, self.dtype)
+        native.read_rows_to(weight, ids, *self.operands.all)
+        return weight
 
     def join(self) -> Tensor:
         return self.rows_of(torch.arange(self.out_features, device=self.operands.weight.device))
