@@ -153,7 +153,9 @@ class KernelLinear(PackedLinear):
         rows = states.numel() // self.in_features
         is_float = self.dtype != torch.float64
         most = crossover().rows(self.dtype, self.in_features) if self.is_native and is_float else 0
-        if rows > most or torch.is_autocast_enabled("cpu"):
+        # The kernel keeps nothing for gradients.
+        trains = states.requires_grad and torch.is_grad_enabled()
+        if rows > most or trains or torch.is_autocast_enabled("cpu"):
             return self._of_many(states)
         held = (*self.operands.all, self.in_features)
         return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)

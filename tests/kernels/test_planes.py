@@ -75,13 +75,15 @@ def test_weights_that_share_memory_leave_products_and_gradients_alone(variant: s
         found = [each.product(states) for each in packed]
     for product, weight in zip(found, weights, strict=True):
         assert torch.equal(product, of_dense(states, weight))
-    states.requires_grad_()
-    product = packed[0].product(states)
-    with torch.no_grad():
-        packed[3].product(states)
-    product.sum().backward()
-    assert states.grad is not None
-    assert torch.allclose(states.grad, weights[0].float().sum(0).expand_as(states), atol=1e-5)
+    # Few rows, which kernels multiply where nothing is trained, have gradients as many have.
+    for some in (states, states[:2].clone()):
+        some.requires_grad_()
+        product = packed[0].product(some)
+        with torch.no_grad():
+            packed[3].product(some)
+        product.sum().backward()
+        assert some.grad is not None
+        assert torch.allclose(some.grad, weights[0].float().sum(0).expand_as(some), atol=1e-5)
 
 
 def test_products_of_prompts_in_panels_are_those_of_the_whole_weight(variant: str | None) -> None:
