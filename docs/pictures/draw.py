@@ -12,10 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from selfspec.tools.lab.plot import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, STYLE, VERMILION
+from selfspec.tools.lab.plot import BLACK, BLUE, GREEN, ORANGE, PALE, PURPLE, STYLE, VERMILION
 from selfspec.tools.lab.runs import Runs
 from selfspec.tools.lab.table import estimate_in, records, summarise
 
+GREY = "#777777"
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results"
 _LIGHT = {
@@ -330,17 +331,14 @@ def draw_front() -> Figure:
             left.barh(place + shift, speed.value, 0.36, color=colour, alpha=alpha, xerr=error, ecolor=BLACK)
         right.barh(place, size, 0.76, color=colour)
         right.text(size - 8, place, f"{size:.0f} MB", ha="right", va="center", fontsize=8, color="white")
-    left.text(
-        0.99, 0.97, "dark: greedy; light: temperature 0.8", transform=left.transAxes, ha="right", va="top", fontsize=7
-    )
     left.axvline(1, color=BLACK, linewidth=0.8, linestyle=":")
     left.set(yticks=range(len(ways)), yticklabels=[shown for _, shown, *_ in ways])
-    left.set_xlabel("times as fast as model.generate (dotted)")
+    left.set_xlabel("times as fast as model.generate (dotted)\ndark: greedy; light: temperature 0.8")
     right.set(yticks=[], xlabel="weights", xticks=[])
     for axes in (left, right):
         axes.invert_yaxis()
         axes.tick_params(length=0)
-    figure.subplots_adjust(0.26, 0.18, 0.99, 0.98)
+    figure.subplots_adjust(0.26, 0.22, 0.99, 0.98)
     return figure
 
 
