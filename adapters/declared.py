@@ -1,4 +1,4 @@
-"""What each architecture declares: what differs from the defaults of `Adapter`, in families of like ones."""
+"""Declares architectures: how each differs from the defaults of `Adapter`, in families of like ones."""
 
 from dataclasses import replace
 

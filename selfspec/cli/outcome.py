@@ -43,7 +43,7 @@ NO_MODEL = f"name a model: a checkpoint folder, a hub name, or {DEMO}"
 """What every command says that needs a model and was given none."""
 
 SCHEMA_VERSION = 1
-"""Of what `--output json` prints: docs/json_output.md describes it."""
+"""The version of what `--output json` prints: docs/json_output.md describes it."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,10 @@ class Format(ABC):
         return kind != "meta"
 
     def joined_bytes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
-        """Count the bytes of dense weights that a product of many rows in a dtype has at once."""
+        """Count the bytes of dense weights that a product of many rows in a dtype has at once.
+
+        Those of a `KernelLinear`; a format with another layer says its own.
+        """
         numel = math.prod(shape)
         if dtype == torch.bfloat16 and device.type == "cpu" and native.available():
             numel = min(numel, PANEL_ON_CPU + shape[-1])

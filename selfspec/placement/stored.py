@@ -68,7 +68,7 @@ class StoredRun:
 
     @property
     def whole(self) -> StoredTensor:
-        """What is fetched: the only part, or the bytes from the first of several to the end of the last."""
+        """The tensor that is fetched: the only part, or bytes from the first of several to the end of the last."""
         first, *others = self.parts.values()
         if not others:
             return first

@@ -190,7 +190,7 @@ def server() -> Iterator[Running]:
 
 
 def read(reply: Reply) -> list[dict[str, Any]]:
-    """What came: an object, or the events of a stream."""
+    """The objects of a reply: one, or the events of a stream."""
     lines = [line.removeprefix("data: ") for line in reply.raw.decode().splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
 

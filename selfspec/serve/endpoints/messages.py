@@ -90,14 +90,14 @@ class OutputConfig(Strict):
 
 
 class ContextEdit(Strict):
-    """What is left out of a long conversation: nothing."""
+    """A rule for long conversations: of those, one that leaves out nothing."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Strict):
-    """What is left out of a long conversation."""
+    """Rules for what is left out of a long conversation."""
 
     edits: Many[ContextEdit] | None = None
 
