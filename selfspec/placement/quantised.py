@@ -63,7 +63,7 @@ def quantised_weights(about: Mapping[str, Any], stored: Tensors, files: WeightFi
     rest = dict(stored)
     found = dict(_METHODS[method](about, rest, files))
     if not found:
-        raise UnknownQuantisationError(f"no weight in {method}")
+        raise UnknownQuantisationError(f"dense weights that config.json says are in {method}")
     return found | {name: StoredWeight.dense(each) for name, each in rest.items()}
 
 

@@ -108,7 +108,7 @@ def test_bench(said: Said, padded: str, place: Path) -> None:
 # What makes a draft, the model and the draft that it is for, and pieces of what it prints.
 MAKERS = [
     # It proves itself on random tokens, of which none pads.
-    ("export {padded} --draft exit:3", "{padded} assistant:{to}", "{to}: exit:3, 3 layers|assistant_model"),
+    ("export {padded} --draft exit:3", "{to} lookup", "{to}: exit:3, 3 layers|assistant_model"),
     ("train vocabulary {padded} --text {text} --size 16", "{padded} exit:3+vocab:{to}", ""),
     (
         f"train head {{padded}} --depth 2 --text {{text}} {TRAINING}",

@@ -238,7 +238,7 @@ def _truncated(folder: Path) -> Path:
     ("of", "options", "error", "words"),
     [
         (Path, {"weights": "plane"}, UnsupportedOptionError, "write 'planes'"),
-        (Path, {}, UnsupportedOptionError, "give memory"),
+        (Path, {"context": 100}, UnsupportedOptionError, "give memory"),
         (Path, {"memory": "6GiB", "draft": "upper"}, DraftConfigError, "load with weights='planes', too"),
         (Path, {"weights": "plane", "memory": "6GiB"}, UnsupportedOptionError, "write 'planes'"),
         (Path, {"weights": "planes", "context": 100}, UnsupportedOptionError, "a budget has room for"),

@@ -22,7 +22,7 @@ from helpers.quantised import FP8, float8, save_quantised
 from helpers.shrunken import shrunken
 from helpers.tiny import in_turns
 from selfspec.adapters import ADAPTERS
-from selfspec.errors import CheckpointError
+from selfspec.errors import CheckpointError, UnsupportedModelError
 from selfspec.model.checkpoint import load_model, read_config
 from selfspec.placement.place import place
 from selfspec.placement.stored import ReadBuffer
@@ -276,10 +276,6 @@ def check_refused(folder: Path, message: str) -> None:
     assert len(said) == 1
 
 
-def quantised(**method: Any) -> Callable[[Path], None]:
-    return lambda folder: configured(folder, quantization_config=method)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -293,9 +289,6 @@ def quantised(**method: Any) -> Callable[[Path], None]:
             lambda folder: changed(folder, with_extra("model.norm.weight", torch.ones(31))),
             "1 tensors of LlamaForCausalLM are of another shape",
         ),
-        # Of libraries that are not there.
-        (quantised(quant_method="awq", bits=4, group_size=32), "cannot be loaded"),
-        (quantised(quant_method="bitsandbytes", load_in_4bit=True), "cannot be loaded"),
         (
             lambda folder: (folder / "shard-00000-model-00001-of-00001.safetensors").touch(),
             "distributed checkpoint",
@@ -308,6 +301,28 @@ def test_what_does_not_make_the_model_is_refused(
     llama().save_pretrained(tmp_path)
     change(tmp_path)
     check_refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [{"quant_method": "awq", "bits": 4, "group_size": 32}, {"quant_method": "bitsandbytes", "load_in_4bit": True}],
+    ids=lambda each: each["quant_method"],
+)
+def test_dense_weights_that_a_library_would_quantise_are_refused_within_a_budget(
+    tmp_path: Path, quantisation: dict[str, Any]
+) -> None:
+    llama().save_pretrained(tmp_path)
+    configured(tmp_path, quantization_config=quantisation)
+    words = f"dense weights.* in {quantisation['quant_method']}.*without memory"
+    with pytest.raises(UnsupportedModelError, match=words):
+        selfspec.load(tmp_path, "8GiB", device="cpu", draft=False)
+
+
+def test_a_quantised_checkpoint_without_its_library_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    configured(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 32})
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_model(str(tmp_path), read_config(str(tmp_path)), "auto")
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
