@@ -28,7 +28,7 @@ from selfspec.cli.terminal import console
 from selfspec.errors import NonFiniteLogitsError, PromptError, SelfSpecError, StorageError
 
 if TYPE_CHECKING:
-    from selfspec.serve.conversation import ChatTurn, Conversation
+    from selfspec.cli.conversation import ChatTurn, Conversation
 
 _TELLING = 32
 _HELP = """\
@@ -107,10 +107,10 @@ def chat(
     source = read_template(talk.template)
     drafting.check(model, budget)
 
+    from selfspec.cli.conversation import Conversation
     from selfspec.decode.options import Scope, check_values
     from selfspec.model.checkpoint import load_tokenizer
     from selfspec.serve.chat.template import ChatTemplate
-    from selfspec.serve.conversation import Conversation
 
     sampling = sampling.seeded()
     options = sampling.generation_options()

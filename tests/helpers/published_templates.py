@@ -129,21 +129,6 @@ MISTRAL_11 = _MISTRAL.replace(
     "{{- message.content }}{%- for call in message.tool_calls %}{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}"
     "{{- call.function.arguments | tojson }}{%- endfor %}{{- eos_token }}",
 )
-GLM = (
-    "[gMASK]<sop>{%- if tools -%}<|system|>\n# Tools\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "</tools>\nFor each call, write\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}"
-    "</arg_value>\n...\n</tool_call>{%- endif -%}{% for m in messages %}{%- if m.role == 'user' -%}<|user|>\n{{ m.content }}"
-    "{{- '/nothink' if enable_thinking is defined and not enable_thinking else '' }}{%- elif m.role == 'assistant' -%}"
-    "<|assistant|>{%- set message = m %}"
-    + _THOUGHT
-    + "{%- if thought %}{{ '\\n<think>' + thought.strip() + '</think>' }}{%- else %}{{ '\\n<think></think>' }}{%- endif %}"
-    "{%- if said.strip() %}{{ '\\n' + said.strip() }}{%- endif %}{% for call in m.tool_calls or [] %}"
-    "{%- set call = call.function %}{{ '\\n<tool_call>' + call.name }}\n{% for key, value in call.arguments.items() %}"
-    "<arg_key>{{ key }}</arg_key>\n<arg_value>{{ value | tojson if value is not string else value }}</arg_value>\n{% endfor %}"
-    "</tool_call>{% endfor %}{%- elif m.role == 'tool' -%}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{%- elif m.role == 'system' -%}<|system|>\n{{ m.content }}{%- endif -%}{% endfor %}{%- if add_generation_prompt -%}"
-    "<|assistant|>{{- '\\n<think></think>' if enable_thinking is defined and not enable_thinking else '' }}{%- endif -%}"
-)
 _DEEPSEEK = (
     "{{ bos_token }}{% for m in messages %}{%- if m['role'] == 'system' %}{{ m['content'] }}{%- endif %}{%- endfor %}"
     "{%- if tools %}{{ '\n\n## Tools\n' }}{% for tool in tools %}{{ tool['function'] | tojson }}{% endfor %}{%- endif %}"
@@ -174,22 +159,6 @@ DEEPSEEK_31 = (
         "CALL{",
         "{{- '<｜tool▁call▁begin｜>' + call['name'] + '<｜tool▁sep｜>' + call['arguments'] + '<｜tool▁call▁end｜>' }}{",
     )
-)
-GRANITE_3 = (
-    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set messages = messages[1:] %}"
-    "{%- else %}{%- set system = 'You are Granite.' %}{%- if tools %}{%- set system = system + ' When a tool is required to "
-    "answer the query, respond only with <|tool_call|> followed by a JSON list of tools used.' %}{%- endif %}{%- endif %}"
-    "{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}{%- if tools %}"
-    "{{- '<|start_of_role|>available_tools<|end_of_role|>' }}{{- tools | tojson(indent=4) }}{{- '<|end_of_text|>\n' }}{%- endif %}"
-    "{%- for message in messages %}{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] }}"
-    "{{- '<|end_of_text|>\n' }}{%- if loop.last and add_generation_prompt %}"
-    "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}{%- endfor %}"
-)
-PHI_4 = (
-    "{% for message in messages %}{% if message['role'] == 'system' and tools %}"
-    "{{ '<|system|>' + message['content'] + '<|tool|>' + (tools | tojson) + '<|/tool|><|end|>' }}{% else %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )
 GPT_OSS = (
     "{{- '<|start|>system<|message|>You are ChatGPT.\\n\\nReasoning: ' + (reasoning_effort or 'medium') }}"
@@ -227,28 +196,6 @@ FUNCTION_GEMMA = (
     "{%- endfor -%}{{ '<start_function_response>' if message.tool_calls else '<end_of_turn>\n' }}{%- elif message.role == 'tool' -%}"
     "{{ 'response:' + message.name + '{value:' + value(message.content) + '}<end_function_response>' }}{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
-)
-COMMAND_DEFAULT = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|START_OF_TURN_TOKEN|><|' + ('CHATBOT' if message['role'] == 'assistant' "
-    "else message['role'] | upper) + '_TOKEN|>' + message['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
-)
-COMMAND_TOOLS = (
-    "{{ bos_token }}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' }}{% if messages[0]['role'] == 'system' %}"
-    "{{ messages[0]['content'] }}{% set messages = messages[1:] %}{% endif %}{{ '\\n## Available Tools\\n' }}"
-    "{% for tool in tools %}{{ '```python\\ndef ' + tool.function.name + '() -> List[Dict]:\\n    pass\\n```' }}{% endfor %}"
-    "{{ '<|END_OF_TURN_TOKEN|>' }}{% for message in messages %}{% if message.role == 'user' %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + message['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}"
-    "{% elif message.role == 'assistant' %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + message['content'] }}"
-    "{% if message.tool_calls %}{{ 'Action:```json\\n[\\n' }}{% for call in message.tool_calls %}"
-    '{{ \'    {\\n        "tool_name": "\' + call.function.name + \'",\\n        "parameters": \' }}'
-    "{{ call.function.arguments | tojson }}{{ '\\n    }' }}{{ ',\\n' if not loop.last else '\\n' }}{% endfor %}{{ ']```\\n' }}"
-    "{% endif %}{{ '<|END_OF_TURN_TOKEN|>' }}{% elif message.role == 'tool' %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><results>\\n' + message['content'] + '</results><|END_OF_TURN_TOKEN|>' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Write Action: followed by a json-formatted list of actions:\\n```json\\n[\\n    "
-    '{\\n        "tool_name": title of the tool,\\n        "parameters": its parameters\\n    }\\n]```'
-    "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
 )
 
 
@@ -304,10 +251,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _listed(begin: str, end: str) -> Callable[[Calls], str]:
-    return lambda calls: begin + ", ".join(_object(*call) for call in calls) + end
-
-
 def _oss(calls: Calls) -> str:
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(given)}<|call|>"
@@ -326,14 +269,9 @@ PUBLISHED = {
     "llama-3.1": Published(LLAMA_3, lambda calls: "; ".join(_object(*call, "parameters") for call in calls)),
     "mistral-3": Published(MISTRAL_3, special=("[TOOL_CALLS]",)),
     "mistral-11": Published(MISTRAL_11, special=("[TOOL_CALLS]", "[ARGS]")),
-    "glm-4.5": Published(GLM, thought="\n<think>{}</think>\n", empty="\n<think></think>\n"),
     "deepseek-3": Published(DEEPSEEK_3, special=_DEEPSEEK_MARKS, as_text=True),
     "deepseek-3.1": Published(
         DEEPSEEK_31, thought="{}</think>", empty="</think>", special=_DEEPSEEK_MARKS, as_text=True
-    ),
-    "granite-3": Published(GRANITE_3, _listed("<|tool_call|>[", "]"), special=("<|tool_call|>",)),
-    "phi-4-mini": Published(
-        PHI_4, _listed("<|tool_call|>[", "]<|/tool_call|>"), special=("<|tool_call|>", "<|/tool_call|>")
     ),
     "gpt-oss": Published(
         GPT_OSS,
@@ -344,7 +282,6 @@ PUBLISHED = {
         ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"),
     ),
     "functiongemma": Published(FUNCTION_GEMMA),
-    "command-r": Published({"default": COMMAND_DEFAULT, "tool_use": COMMAND_TOOLS}),
 }
 
 READS_PARTS = {

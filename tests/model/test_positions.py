@@ -16,6 +16,7 @@ from helpers.captures import StandIn, ticking
 from helpers.serving import Stepped
 from helpers.shrunken import shrunken
 from helpers.tokenizers import PLAIN
+from selfspec.cli.conversation import ChatTurn, Conversation
 from selfspec.compat import cache_argument
 from selfspec.decode.generation import Limits
 from selfspec.errors import UnsupportedOptionError
@@ -25,7 +26,6 @@ from selfspec.model import stock_passes
 from selfspec.model.stock_passes import block_logits
 from selfspec.runtime.graph_cache import GraphCache
 from selfspec.serve.chat.template import ChatTemplate
-from selfspec.serve.conversation import ChatTurn, Conversation
 from selfspec.serve.row_request import RowRequest
 
 BOUNDARY = 24

@@ -28,7 +28,6 @@ class CallFormat:
         tags: that arguments are written with; None: as JSON.
         opening: regular expression of all that may stand before a name or an object, where that is more than `begin`
             and `before`; `joint`: of what may stand in place of `between`.
-        signs: what a template holds whose model writes calls so, though the template itself writes none.
     """
 
     before: str
@@ -40,7 +39,6 @@ class CallFormat:
     tags: Tags | None = None
     opening: str | None = None
     joint: str | None = None
-    signs: tuple[str, ...] = ()
 
     @property
     def is_object(self) -> bool:
@@ -97,17 +95,6 @@ FORMATS = (
         Tags("<parameter=", ">\n", "\n</parameter>\n"),
         r"(?:<tool_call>\s*)?<function=",
     ),
-    # GLM 4.5, and from 4.7 on.
-    CallFormat(
-        *("<tool_call>", "\n", "</tool_call>", "", "", "\n"),
-        Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-    ),
-    CallFormat("<tool_call>", "", "</tool_call>", tags=Tags("<arg_key>", "</arg_key><arg_value>", "</arg_value>")),
-    # MiniMax M2.
-    CallFormat(
-        *('<invoke name="', '">\n', "</invoke>", "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
-        Tags('<parameter name="', '">', "</parameter>\n"),
-    ),
     # Llama 3, and others that write an object and nothing else.
     CallFormat(*(_NAME, _PARAMETERS, "}"), separator=None, opening=r"(?:<\|python_tag\|>|(?<=\A\s*|</think>\s*))"),
     CallFormat(_NAME, _ARGUMENTS, "}", separator=None),
@@ -123,27 +110,6 @@ FORMATS = (
         *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    # Kimi K2; ids count calls.
-    CallFormat(
-        *("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", None),
-        joint=r":\d+\s*<\|tool_call_argument_begin\|>",
-    ),
-    # Command R, and Command R7B and A.
-    CallFormat(
-        *('{\n        "tool_name": "', '",\n        "parameters": ', "\n    }"),
-        *("Action:```json\n[\n    ", "\n]```", ",\n    "),
-        opening=r"Action:\s*```json",
-    ),
-    CallFormat(
-        *('{"tool_call_id": "0", "tool_name": "', _PARAMETERS, "}"),
-        *("<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>", None),
-    ),
-    # Phi-4-mini, before Granite 3, whose mark is a part of its own.
-    CallFormat(_NAME, _ARGUMENTS, "}", "<|tool_call|>[", "]<|/tool_call|>", ", ", signs=("<|/tool|>",)),
-    CallFormat(_NAME, _ARGUMENTS, "}", "<|tool_call|>[", "]", ", ", signs=("<|tool_call|>",)),
-    # Nemotron Nano.
-    CallFormat(_NAME, _ARGUMENTS, "}", "<TOOLCALL>[", "]</TOOLCALL>", ", ", signs=("<TOOLCALL>",)),
     # gpt-oss: a channel addressed to a function. Its end token follows, so one call is an answer.
     CallFormat(
         *("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),

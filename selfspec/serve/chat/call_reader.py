@@ -74,9 +74,7 @@ def _pattern(text: str) -> Any:
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 # What stands in an object before its name, between that and its arguments, and behind these; some leave its end out.
-_HEAD = (
-    r'\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"]{0,256}"\s*,\s*|"function"\s*:\s*\{\s*)*"(?:tool_)?name"\s*:\s*"'
-)
+_HEAD = r'\{\s*(?:"(?:id|type)"\s*:\s*"[^"]{0,256}"\s*,\s*|"function"\s*:\s*\{\s*)*"name"\s*:\s*"'
 _JOINT = rf'"\s*,\s*"(?:{"|".join(_ARGUMENTS)})"\s*:\s*'
 _TAIL = r"(?:,[^{}]{0,256})?\}"
 
@@ -90,9 +88,7 @@ def _marks(form: CallFormat, names: Collection[str]) -> _Marks:
     if form.is_object:
         inner, after = rf"\s*\[?\s*{_HEAD}{name}{_JOINT}{behind}", form.after.rpartition("}")[2]
     else:
-        # Names end where something else begins.
-        open_ends = r"(?=[\s<])" if form.tags and not form.between.strip() else ""
-        inner, after = rf"{name}\s*{form.joint or _loose(form.between)}{open_ends}{behind}", form.after
+        inner, after = rf"{name}\s*{form.joint or _loose(form.between)}{behind}", form.after
     opening = form.opening or (rf"(?:{_loose(begin)})?{_loose(lead)}" if lead.strip() else _loose(begin))
     if not opening:
         # Only what an answer begins with may be a call.
@@ -320,7 +316,7 @@ def _named(value: Any) -> ToolCall | None:
     """Read a call out of an object that has its name and its arguments, in whatever words; None: it is none."""
     if not isinstance(value, dict):
         return None
-    name = next((value[key] for key in ("name", "tool_name") if key in value), None)
+    name = value.get("name")
     arguments = next((value[key] for key in _ARGUMENTS if key in value), None)
     written = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
     return ToolCall(name, written) if isinstance(name, str) and isinstance(written, str) else None

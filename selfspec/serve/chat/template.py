@@ -243,8 +243,7 @@ class TemplateSource:
         # An object that is written as Python does is none of JSON.
         written = [text for text in written if _NAME in text and str(_ARGUMENTS) not in text]
         if not written:
-            signed = (form for form in FORMATS if any(sign in self.source for sign in form.signs))
-            return next(signed, HERMES)
+            return HERMES
         for form in FORMATS:
             before, read, _ = written[0].partition(form.text([(_NAME, json.dumps(_ARGUMENTS))]))
             if read and _reads(form, written):
