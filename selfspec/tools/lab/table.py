@@ -174,13 +174,13 @@ def _summed(lists: Iterable[Sequence[float]]) -> list[float]:
 
 
 def _speeds(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
-    """Return speeds; a speed-up is seconds a token of the other by its own, each the median of its repeats, by text.
+    """Return speeds, all of one kind: seconds a token of each text are the median of its repeats, and are summed up.
 
     Prefill and the round after it are left out, but of whole calls.
     """
-    decode, own = _decoding(calls), _seconds_a_token(calls)
-    rates = decode.groupby(level="call", sort=False).sum()
-    found = spread("tokens_per_second", Estimate.of_ratio(rates["tokens"].tolist(), rates["seconds"].tolist()))
+    own = _seconds_a_token(calls)
+    texts = own.groupby(level="call").median()
+    found = spread("tokens_per_second", Estimate.of_ratio([1.0] * len(texts), texts.tolist()))
     found["first_token_seconds"] = float(calls["first_seconds"].median())
     if (steps := calls.get("draft_seconds")) is not None and steps.notna().all():
         rounds = calls["passes"].sum()
@@ -194,23 +194,10 @@ def _speeds(calls: DataFrame, beside: dict[str, DataFrame]) -> Row:
     return found
 
 
-def _decoding(calls: DataFrame) -> DataFrame:
-    """Return tokens and seconds behind the first tokens, where there are none of all."""
-    import pandas
-
-    tokens, seconds = (calls[all_] - calls[first] for all_, first in (("new_tokens", "first_tokens"), _SECONDS))
-    none = tokens <= 0
-    return pandas.DataFrame(
-        {"tokens": tokens.mask(none, calls["new_tokens"]), "seconds": seconds.mask(none, calls["seconds"])}
-    )
-
-
-_SECONDS = ("seconds", "first_seconds")
-
-
 def _seconds_a_token(calls: DataFrame) -> Any:
-    decode = _decoding(calls)
-    return decode["seconds"] / decode["tokens"]
+    """Return seconds a token behind the first tokens; of a call that has no others, of all."""
+    tokens, seconds = calls["new_tokens"] - calls["first_tokens"], calls["seconds"] - calls["first_seconds"]
+    return (seconds / tokens).where(tokens > 0, calls["seconds"] / calls["new_tokens"])
 
 
 def _ratio(other: Any, own: Any) -> Estimate:
@@ -218,7 +205,8 @@ def _ratio(other: Any, own: Any) -> Estimate:
     if len(two) > 1:
         return Estimate.of_ratio(one.loc[two.index].tolist(), two.tolist())
     # Over a single text nothing but its repeats says how sure that is.
-    return replace(Estimate.of_median((other / own).tolist()), n=1)
+    repeats, value = Estimate.of_median((other / own).tolist()), float(one.sum() / two.sum())
+    return replace(repeats, value=value, low=min(repeats.low, value), high=max(repeats.high, value), n=1)
 
 
 def _quality(calls: DataFrame, plain: DataFrame | None) -> Row:
@@ -268,13 +256,19 @@ def estimate_in(row: Row, name: str) -> Estimate | None:
     return Estimate(value, low, high, 0.95)
 
 
+_RATES = ("acceptance_rate", "alpha", "agreement")
+
+
 def shown(row: Row, name: str) -> str:
     """Return a figure as reports show it: with its interval, or as it is."""
     value = row.get(name)
     if value is None or _is_missing(value):
         return ""
     found = estimate_in(row, name) if isinstance(value, float) else None
-    return str(value) if found is None else found.shown(2 if abs(value) < 100 else 0)
+    if found is None:
+        return str(value)
+    # A rate of .998 is not 1.
+    return found.shown(3 if name in _RATES else 2 if abs(value) < 100 else 0)
 
 
 def _named(table: DataFrame) -> DataFrame:

@@ -308,6 +308,24 @@ def test_drafters_and_rules_are_objects_too(tmp_path: Path) -> None:
     assert list(alone["draft"]) == ["exit:1"]
 
 
+@pytest.mark.parametrize("draft", ["int8", "exit:2"])
+def test_a_study_and_a_benchmark_generate_the_same_tokens_by_default(draft: str, tmp_path: Path) -> None:
+    """In one arithmetic, which rows name; float32 is what the kernels of int8 are for."""
+    model, prompts = tiny.llama(dtype=torch.float32), tiny.prompt(5, batch=3)
+    asked: dict[str, Any] = {"temperatures": [0.0], "max_new_tokens": 24}
+    study, benchmark = tmp_path / "study", tmp_path / "benchmark"
+    selfspec.ablate(model, prompts, drafts=draft, draft_lengths=4, confirm=1, pricing="weights", to=study, **asked)
+    selfspec.bench(model, prompts, draft, draft_length=4, timed=False, to=benchmark, **asked)
+    names = ("call", "runtime", "token_ids", "rounds", "judged", "accepted")
+    one, other = (
+        [[row[name] for name in names] for row in Runs(place).measured("generation") if row["draft"] == draft]
+        for place in (study, benchmark)
+    )
+    # One that generation judges is confirmed by the same.
+    assert len(other) == 3
+    assert {str(each) for each in one} == {str(each) for each in other}
+
+
 def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "_ROUNDING", dict.fromkeys(passes._ROUNDING, -1.0))
     table = selfspec.ablate(tiny.llama(), tiny.prompt(4), **_QUICK)

@@ -20,9 +20,9 @@ from selfspec.errors import StudyError
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.plot import COLUMN, plot, read_table
 from selfspec.tools.lab.prices import RoundCosts
-from selfspec.tools.lab.report import draw, write_report
+from selfspec.tools.lab.report import draw, page_of, write_report
 from selfspec.tools.lab.runs import FILE, Row, Run, Runs
-from selfspec.tools.lab.table import doubts, p_value, positions, records, summarise
+from selfspec.tools.lab.table import doubts, p_value, positions, records, shown, summarise
 
 pandas = pytest.importorskip("pandas")
 
@@ -69,6 +69,51 @@ def test_repeats_are_no_further_texts() -> None:
     ]
     assert line(one, "exit:2")["speedup_low"] < line(one, "exit:2")["speedup"]
     assert "acceptance_rate_low" not in line(one, "exit:2")
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+def test_a_report_states_one_speed_of_one_thing(texts: int, tmp_path: Path) -> None:
+    """Where a hiccup falls into a turn, speeds and their ratios still say the same, in the table and on the page."""
+    hiccup = {("draft", 0, 1): 7.0, ("plain", 0, 2): 3.0, ("generate", texts - 1, 0): 5.0}
+    usual = {"generate": 4.1, "plain": 2.1, "draft": 1.1}
+    rows = [
+        text_row(
+            name,
+            call,
+            "exit:2" if name == "draft" else None,
+            repeat,
+            seconds=hiccup.get((name, call, repeat), seconds + call * repeat / 8),
+        )
+        for name, seconds in usual.items()
+        for call in range(texts)
+        for repeat in range(3)
+    ]
+    table = summarise(rows)
+    plain, own = (line(rows, name) for name in ("plain", "exit:2"))
+    for name, other in (("speedup", "plain"), ("speedup_over_generate", "generate")):
+        rate = line(rows, other)["tokens_per_second"]
+        assert own[name] == pytest.approx(own["tokens_per_second"] / rate)
+        assert own[f"{name}_low"] <= own[name] <= own[f"{name}_high"]
+    assert plain["speedup"] == 1
+    # And each of them once.
+    write_report("Benchmark", rows, {}, tmp_path)
+    page = (tmp_path / "report.md").read_text()
+    assert len(table) == len(re.findall(r"^\| (?:generate|plain|exit:2) \|", page, re.MULTILINE))
+    (said,) = re.findall(r"^\| exit:2 \|.*", page, re.MULTILINE)
+    assert all(said.count(shown(own, name)) == 1 for name in ("speedup_over_generate", "tokens_per_second"))
+
+
+def test_a_rate_of_acceptance_is_neither_that_of_first_tokens_nor_rounded_to_one() -> None:
+    counts: dict[str, Any] = {"judged": [100, 100, 100, 90], "accepted": [100, 100, 90, 90]}
+    rows = [text_row("draft", call, "int8", draft_length=4, shapes=[[4, 4, 100]], **counts) for call in range(3)]
+    found = line(rows, "int8")
+    assert (found["acceptance_rate"], found["alpha"]) == (pytest.approx(380 / 390), 1.0)
+    (page,) = page_of([found])
+    head, _, said = (dict(enumerate(each.split(" | "))) for each in page.splitlines())
+    named = {name.strip("| "): said[place].strip("| ") for place, name in head.items()}
+    assert named["acceptance rate"].startswith("0.974 (")
+    assert named["alpha"].startswith("1.000 (")
+    assert shown({"acceptance_rate": 0.998}, "acceptance_rate") == "0.998"
 
 
 def test_a_batch_is_a_call_of_several_texts() -> None:
