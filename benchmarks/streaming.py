@@ -2,12 +2,14 @@
 
     python benchmarks/widen.py MODEL --size 1.3B --to WIDE
     python benchmarks/streaming.py WIDE --memory 2GiB 3.5GiB --texts 'heldout.jsonl#kind=code' --threads 2
+    python benchmarks/streaming.py MODEL --memory all --arms stock upper --temperatures 0 --context 1000 \
+        --max-new-tokens 256 --texts heldout.jsonl
 
 A checkpoint in bfloat16 has arms in planes, too; they are packed once, to a folder beside it. Of a quantised one
 accelerate offloads `--dense`, the same weights made dense: libraries offload none in fewer bits.
 
-Linux alone. Each call is a process of its own; its peak of resident memory is read from outside while it runs, loading
-included. accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
+Linux alone. Each call is a process of its own, whose peak of resident memory the system counts, loading included.
+accelerate keeps as many layers in memory as plain streaming has room for, and the system forgets the files
 before each of its passes, so that all arms read from the disk: the bytes that the disk gave are counted. Tokens after
 the first round are timed. Each call is a run of the lab: `--minutes 8` ends early, and the same command goes on.
 """
@@ -16,11 +18,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import HERE, RESULTS, equal_tokens, prompts_of
+from harness import HERE, RESULTS, JsonWorker, equal_tokens, prompts_of
 from rich.progress import track
 
 import selfspec
@@ -46,15 +46,18 @@ ARMS = {
     "drafts": "selfspec, default drafts",
     "planes-plain": "selfspec, planes, plain",
     "planes": "selfspec, planes, default drafts",
+    "stock": "model.generate, in memory",
+    "upper": "selfspec, planes in memory, upper",
 }
-_AGAINST = ("plain", "accelerate", "drafts")
+_AGAINST = ("plain", "accelerate", "drafts", "stock")
+_PACKED, _WITH_DRAFTS = ("planes-plain", "planes", "upper"), ("drafts", "planes", "stock", "upper")
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--memory", nargs="+", default=["2GiB"])
+    parser.add_argument("--memory", nargs="+", default=["2GiB"], help="budgets; all: for what is in memory whole")
     parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--context", type=int, default=64, help="tokens of the prompt")
@@ -103,38 +106,23 @@ def _digests(folder: Path) -> list[str]:
 
 def _call(options: argparse.Namespace, arm: str, memory: str, temperature: float, prompt: list[int]) -> Row:
     """Decode once in another process; return what it says, and the most memory that it had."""
-    tokens = options.max_new_tokens if arm in ("drafts", "planes") else options.plain_tokens
+    tokens = options.max_new_tokens if arm in _WITH_DRAFTS else options.plain_tokens
     folder = options.dense or options.model if arm == "accelerate" else options.model
-    if arm.startswith("planes"):
+    if arm in _PACKED:
         folder = options.model.with_name(options.model.name + "-planes")
         if not folder.exists():
             selfspec.pack(options.model, to=folder)
             # What is still being written would be read more slowly.
             os.sync()
     numbers = (temperature, tokens, options.threads, options.context + options.max_new_tokens)
-    command = [sys.executable, HERE / "streaming_worker.py", arm, folder, memory, *numbers]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(prompt))
-    process.stdin.close()
-    peak = 0
-    while process.poll() is None:
-        peak = max(peak, _peak(process.pid))
-        time.sleep(0.05)
-    if process.returncode:
-        raise SystemExit(f"{arm} ended with status {process.returncode}; see above for why")
-    return {**json.loads(process.stdout.read()), "peak_bytes": peak}
+    worker = JsonWorker([sys.executable, HERE / "streaming_worker.py", arm, folder, memory, *numbers])
+    found = worker.ask({"ids": prompt})
+    worker.end()
+    return found
 
 
-def _peak(pid: int) -> int:
-    """Read the most memory that a process has had; 0 once it has none."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except ProcessLookupError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+def _bytes(memory: str) -> float:
+    return math.inf if memory == "all" else parse_bytes("memory", memory)
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -144,13 +132,13 @@ def report(rows: Sequence[Row]) -> str:
         "# More model than memory",
         f"{first['processor']}, {first['threads']} threads; arms in turns, each call in a process of its own; a prompt "
         f"of {first['context']} tokens, {first['max_new_tokens']} new with drafts and {first['plain_tokens']} without. "
-        "Medians and their intervals. *Read*: by the disk's count. *Peak*: resident memory, loading included, from "
-        "outside. *Equal*: tokens before one that is not the first arm's, of those that both have. At commit "
+        "Medians and their intervals. *Read*: by the disk's count. *Peak*: resident memory, loading included. "
+        "*Equal*: tokens before one that is not the first arm's, of those that both have. At commit "
         f"{', '.join(sorted({str(row['commit']) for row in rows}))}.",
         *(["accelerate offloads the same weights made dense."] if first.get("dense") else []),
     ]
     cells = dict.fromkeys((row["memory"], row["temperature"]) for row in rows)
-    for memory, temperature in sorted(cells, key=lambda cell: (parse_bytes("memory", cell[0]), cell[1])):
+    for memory, temperature in sorted(cells, key=lambda cell: (_bytes(cell[0]), cell[1])):
         calls: dict[str, list[Row]] = {}
         refused = {}
         for row in rows:
@@ -185,7 +173,7 @@ def _table(calls: dict[str, list[Row]], memory: str, greedy: bool) -> Iterator[s
         cells += [Estimate.of_median([one / base for one, base in pairs]).shown(2) for pairs in ratios]
         cells += ["" if moved is None else shown_bytes(moved), shown_bytes(max(call["bytes"] for call in made))]
         cells.append(f"{shown_bytes(statistics.median(call['bytes'] / call['seconds'] for call in made))}/s")
-        cells.append(f"{shown_bytes(peak)}, {peak / parse_bytes('memory', memory):.0%} of the budget")
+        cells.append(shown_bytes(peak) + (f", {peak / _bytes(memory):.0%} of the budget" if memory != "all" else ""))
         cells += [str(min(equal_tokens(call["text"], text) for call in made))] * greedy
         rows.append(cells)
     against = [f"against {arm}" for arm in others]

@@ -1,9 +1,9 @@
 """Decodes with a model that is larger than the memory it may take; `benchmarks/streaming.py` starts it and looks on.
 
-    python benchmarks/streaming_worker.py ARM FOLDER MEMORY TEMPERATURE TOKENS THREADS CONTEXT < ids.json
+    python benchmarks/streaming_worker.py ARM FOLDER MEMORY TEMPERATURE TOKENS THREADS CONTEXT
 
-Prints one line of JSON: the new tokens, the seconds and the bytes from the disk for each of those after the first
-round, and the plan; or why the budget is refused.
+Reads a line of JSON with the `ids` of the prompt, and prints one: the new tokens, the seconds and the bytes from the
+disk for each of those after the first round, the plan, and the most resident memory; or why the budget is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from harness import sampling
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from transformers.utils import logging
 
 import selfspec
@@ -29,6 +29,9 @@ from selfspec.model.checkpoint import read_config
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import plan_checkpoint
 from selfspec.placement.weight_source import FromDisk
+from selfspec.process import status_bytes
+
+_DRAFTS: dict[str, bool | str] = {"drafts": True, "planes": True, "upper": "upper"}
 
 
 class _Clock(StoppingCriteria):
@@ -57,19 +60,24 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    prompt, clock, stats, moved = torch.tensor([json.load(sys.stdin)]), _Clock(), None, None
+    plan, given = None, None if memory == "all" else memory
+    prompt, clock, stats, moved = torch.tensor([json.loads(sys.stdin.readline())["ids"]]), _Clock(), None, None
     options = {"max_new_tokens": tokens, "eos_token_id": None, **sampling(temperature)}
     try:
         if arm == "accelerate":
             # Planned as plain streaming is.
             plan = plan_checkpoint(folder, memory, None, False, context, FromDisk()).plan
-            text = _accelerate(folder, plan.resident, prompt, clock, options)
+            model = _offloaded(folder, plan.resident)
+            text = _by_transformers(model, prompt, clock, options)
+        elif arm == "stock":
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            text = _by_transformers(model, prompt, clock, options)
         else:
-            drafts = arm in ("drafts", "planes")
-            spec = selfspec.load(folder, memory, device="cpu", draft=drafts, context=context)
-            placement = placement_of(spec.model)
-            assert placement is not None
-            plan, text, stream = placement.plan, [], placement.stream
+            draft, room = _DRAFTS.get(arm, False), None if given is None else context
+            spec = selfspec.load(folder, given, device="cpu", draft=draft, context=room)
+            placement, text, stream = placement_of(spec.model), [], None
+            if placement is not None:
+                plan, stream = placement.plan, placement.stream
             passes: list[int] = []
             generation = spec.stream(prompt, torch.ones_like(prompt), seed=0, **options)
             for chunk in generation:
@@ -79,23 +87,25 @@ def main() -> None:
             moved = (passes[-1] - passes[0]) / max(1, len(passes) - 1)
             stats = generation.stats.to_dict()
     except UnsupportedOptionError as error:
-        print(json.dumps({"refused": str(error)}))
+        print(json.dumps({"refused": str(error)}), flush=True)
         return
     print(
         json.dumps(
             {
                 "text": text,
-                "plan": asdict(plan) | {"streamed": plan.streamed},
+                "plan": plan and asdict(plan) | {"streamed": plan.streamed},
                 "stats": stats,
                 "moved": moved,
+                "peak_bytes": status_bytes("VmHWM"),
                 **clock.of_a_token(),
             }
-        )
+        ),
+        flush=True,
     )
 
 
-def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
-    """Decode with the layers after `resident` on the disk, by accelerate."""
+def _offloaded(folder: str, resident: int) -> PreTrainedModel:
+    """Return the model with the layers after `resident` on the disk, by accelerate."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(read_config(folder))
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -104,6 +114,10 @@ def _accelerate(folder: str, resident: int, prompt: Tensor, clock: _Clock, optio
     offload = str(Path(folder) / "offload")
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=offload)
     model.eval().register_forward_pre_hook(_without_page_cache(folder))
+    return model
+
+
+def _by_transformers(model: PreTrainedModel, prompt: Tensor, clock: _Clock, options: dict[str, Any]) -> list[int]:
     mask = torch.ones_like(prompt)
     out = model.generate(prompt, attention_mask=mask, pad_token_id=0, stopping_criteria=[clock], **options)
     text: list[int] = out[0, prompt.shape[1] :].tolist()
