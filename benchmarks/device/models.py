@@ -1,4 +1,4 @@
-"""The models that are measured: random ones of well-known shapes, and trained ones widened to such sizes."""
+"""The models that are measured: the small trained one, and that widened to well-known sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weakref import finalize
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from widen import SIZES, Size, places, widened
 
@@ -24,31 +24,6 @@ from selfspec.model.checkpoint import read_config
 
 DTYPE = torch.bfloat16
 _Made = TypeVar("_Made")
-
-_SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_SCALED |= {"original_max_position_embeddings": 8192}
-_LLAMA_3: dict[str, Any] = {"vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
-_LLAMA_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8}
-_LLAMA_3 |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-
-SHAPES: dict[str, dict[str, Any]] = {
-    # Llama-3.2-1B.
-    "1B": {
-        **_LLAMA_3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-        "tie_word_embeddings": True, "rope_parameters": {**_SCALED, "factor": 32.0},
-    },
-    # Llama-3.1-8B.
-    "8B": {
-        **_LLAMA_3, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128,
-        "tie_word_embeddings": False, "rope_parameters": {**_SCALED, "factor": 8.0},
-    },
-}  # fmt: skip
-"""Configurations by the name of a size."""
-
-# Every product has a size that kernels for fewer bits take.
-_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-_SMALL |= {"head_dim": 32, "vocab_size": 512, "max_position_embeddings": 16_384}
-_LAYERS = {"1B": 3, "8B": 4}
 
 
 class Models:
@@ -63,15 +38,6 @@ class Models:
         self._small = model_place(small)
         self._small_config = read_config(self._small)
         self._held: tuple[str, Any] = ("", None)
-
-    def config(self, shape: str) -> LlamaConfig:
-        """Return the configuration of a shape."""
-        small = {**_SMALL, "num_hidden_layers": _LAYERS[shape]} if self._miniature else {}
-        return LlamaConfig(**{**SHAPES[shape], **small})
-
-    def random(self, shape: str) -> PreTrainedModel:
-        """Return a model of a shape with random weights, always the same on one device."""
-        return self._kept(f"random {shape}", lambda: self._drawn(shape))
 
     def small(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Checkpoint:
         """Return the small trained model."""
@@ -104,13 +70,6 @@ class Models:
         """Return the exit of a trained model behind this share of the small model's layers."""
         own: int = self._small_config.num_hidden_layers
         return places(own, self.size(shape).layers)[max(1, round(share * own)) - 1] + 1
-
-    def _drawn(self, shape: str) -> PreTrainedModel:
-        torch.manual_seed(0)
-        # Made where it is to be: the memory of the host may not have the room.
-        with self._device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config(shape), dtype=DTYPE)
-        return model.eval()
 
     def _loaded(self, dtype: Literal["bfloat16", "float32"]) -> Checkpoint:
         checkpoint = load_checkpoint(self._small, dtype=dtype, device=str(self._device))

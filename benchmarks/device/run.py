@@ -1,7 +1,7 @@
 """Measures selfspec on an H100 or H200, in named stages that can be stopped and resumed: see README.md here.
 
 python benchmarks/device/run.py --list
-python benchmarks/device/run.py costs-1B waits --to benchmarks/results/device_h200
+python benchmarks/device/run.py pieces waits --to benchmarks/results/device_h200
 python benchmarks/device/run.py --to /tmp/miniature --device cpu --miniature
 """
 

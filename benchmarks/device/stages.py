@@ -1,12 +1,10 @@
-"""The stages: texts and waits of drafts, pieces of a pass, captures, and what the parts of a round cost."""
+"""The stages: texts and waits of drafts, pieces of a pass, and captures."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from logging import getLogger
@@ -24,14 +22,11 @@ from selfspec.control import Control, CostAware, FixedLength
 from selfspec.decode.generation import Generation
 from selfspec.device import HostCopy, Timer
 from selfspec.draft import Drafter
-from selfspec.draft.along_layer_path import LayerPathDrafter
-from selfspec.draft.registry import PLAIN, draft_name, parse_draft
+from selfspec.draft.registry import PLAIN, parse_draft
 from selfspec.kernels import trial
-from selfspec.measure.costs import measure_costs
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.prompts import built_in
 from selfspec.measure.stock import bare
-from selfspec.model.registry import find_adapter
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 from selfspec.tools.lab.arms import RUNTIMES, runtime_named
 
@@ -257,60 +252,10 @@ def _captured(bench: Bench, draft: str, control: Control) -> Rows:
     return rows
 
 
-def cost_cases(shape: str, bench: Bench) -> Cases:
-    """Return each runtime with an exit at a quarter of the depth and with fewer bits, at the shape of a known model."""
-    exit_ = f"exit:{max(1, bench.models.config(shape).num_hidden_layers // 4)}"
-    context, longer = (16, 24) if bench.miniature else (512, 4096)
-    wanted = [(by, draft, context, 1) for by, draft in product(reversed(_BY), ("int8", "int4", exit_))]
-    wanted += [("graphs", exit_, context, 8), ("graphs", exit_, longer, 1)]
-    return {
-        f"{by}, {draft}, batch {batch}, {tokens} tokens": partial(_costs, shape, bench, by, draft, tokens, batch)
-        for by, draft, tokens, batch in wanted
-    }
-
-
-def _costs(shape: str, bench: Bench, by: str, draft: str, context: int, batch: int) -> Rows:
-    model, drafter = bare(bench.models.random(shape)), parse_draft(draft)
-    assert isinstance(drafter, LayerPathDrafter)
-    # Refuses by name what the device cannot run.
-    base = wrap(model, drafter, runtime=runtime_named(by, after=0))
-    measured = measure_costs(
-        model,
-        find_adapter(model),
-        [drafter],
-        (1, 4) if bench.miniature else (1, 2, 4, 8, 16),
-        context,
-        1 if bench.miniature else 15,
-        lengths=(3,) if bench.miniature else (1, 3, 7),
-        batch=batch,
-        base=base.drafting(None),
-    )
-    name, step = draft_name(drafter), measured.step_seconds
-    figures: dict[str, Estimate | float | str] = {
-        "plain step, ms": replace(step, value=1000 * step.value, low=1000 * step.low, high=1000 * step.high),
-        "c": measured.draft[name],
-        "o": measured.overhead[name],
-        **{f"V({m})": each for m, each in measured.verify[name].items()},
-        **{f"V({m}), from tokens": each for m, each in measured.verify[PLAIN].items() if m > 1},
-    }
-    if measured.out_of_step is not None:
-        figures["out of step"] = measured.out_of_step
-    if draft.startswith("int"):
-        figures["substitutes, MiB"] = base.substitutes.nbytes / 2**20
-    if base.runtime.after is not None:
-        # A figure without programs would be the stock modules'.
-        refused = Counter(base.programs.refusals.values())
-        figures["kinds by programs"] = float(len(base.programs.proved))
-        figures["refused kinds"] = "; ".join(f"{number} x {reason}" for reason, number in refused.items()) or "none"
-    return {"": figures}
-
-
 STAGES = {
     "first": Stage("Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
     "pieces": Stage("Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
-    "costs-8B": Stage("c, V and o at the shape of Llama-3.1-8B, random weights", 8, partial(cost_cases, "8B")),
     "waits": Stage("How often a round waits for the device, how long it takes, and its idle share", 4, wait_cases),
     "captures": Stage("How many passes each generation captures, and how long that takes", 2, capture_cases),
-    "costs-1B": Stage("c, V and o at the shape of Llama-3.2-1B, random weights", 8, partial(cost_cases, "1B")),
 }
 """All stages, in the order in which they run."""

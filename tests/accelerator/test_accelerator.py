@@ -30,9 +30,12 @@ from helpers.serving import assert_joining_rows_are_stock, small
 from selfspec.decode.generation import Limits
 from selfspec.decode.output import Round
 from selfspec.device import HostCopy, backend, to_device
+from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import UnsupportedOptionError
+from selfspec.measure.costs import measure_costs
 from selfspec.model.checkpoint import find_device
+from selfspec.model.registry import find_adapter
 from selfspec.placement.plan import Bandwidth
 from selfspec.placement.weight_source import FromHost
 from selfspec.placement.weight_stream import DeviceCopies
@@ -480,15 +483,26 @@ def test_once_it_is_gone_no_device_of_a_number_is_found() -> None:
         find_device(3)
 
 
+def test_what_rounds_cost_is_measured_there_by_graphs(accelerator: Accelerator) -> None:
+    model = model_on(accelerator)
+    base = selfspec.wrap(model, runtime=selfspec.runtime.CudaGraphs(after=0))
+    draft = parse_draft("exit:1")
+    assert isinstance(draft, LayerPathDrafter)
+    how: dict[str, Any] = {"widths": (1, 4), "context": 16, "repeats": 1, "lengths": (3,), "base": base}
+    costs = measure_costs(model, find_adapter(model), [draft], **how)
+    assert costs.draft["exit:1"].value > 0
+    assert {*costs.verify["none"]} == {1, 4}
+    assert base.programs.proved
+
+
 # The kit for a device, from stage to stage: of each a case or two, in miniature.
 
 STORIES = str(Path(__file__).resolve().parents[1] / "models" / "stories260K")
-# All others take minutes here. The two stages of costs differ in the shape alone.
+# All others take minutes here.
 CHOSEN = {
     "first": ["graphs, exit"],
     "pieces": ["products, 8 bits", "products, 4 bits", "attention of blocks", "attention over new lengths"],
     "waits": ["graphs, exit:2, 3 tokens, greedy"],
-    "costs-1B": ["graphs, exit:1, batch 1, 16 tokens"],
 }
 
 
