@@ -167,7 +167,7 @@ _FEATURES: dict[str, Callable[[Server], bool | str]] = {
     "chat's `logprobs`": lambda s: len(s.chat(logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]) > 1,
     "`response_format` with a schema": _fits,
     "a keyword that grammars do not hold": _unique,
-    "tools told to a model whose template reads none": _told,
+    "tools for a model whose template reads none": _told,
     "`tool_choice` required": lambda s: _calls(s, "required"),
     "`tool_choice` by name": lambda s: _calls(s, _NAMED),
     "a call's arguments as deltas": _streamed_call,

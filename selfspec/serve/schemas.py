@@ -341,7 +341,8 @@ class CalledFunction(Strict):
     """A function that the model called."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any]
+    index: int | None = None
 
 
 class ToolCall(Strict):

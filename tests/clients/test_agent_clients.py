@@ -401,7 +401,7 @@ def saying() -> Iterator[Running]:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("client", [openai_chat, openai_responses, anthropic_chat])
-@pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "functiongemma", "deepseek-3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-coder", "functiongemma", "deepseek-3"])
 def test_clients_read_calls(
     saying: Running, monkeypatch: pytest.MonkeyPatch, name: str, client: Callable[[str], Iterator[Read]], at_once: bool
 ) -> None:

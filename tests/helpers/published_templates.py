@@ -302,7 +302,7 @@ READS_PARTS = {
 """Shapes that read what is said as a list of parts, and nothing out of a text."""
 
 ANSWERS = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<end>"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<end>"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 """A shape of nobody: CALL writes one."""

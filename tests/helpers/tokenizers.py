@@ -75,10 +75,16 @@ def _finished(built: Tokenizer, **special: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=built, **special)
 
 
+CALLS = (
+    '{% for call in message.tool_calls or [] %}{{ \'\\n<tool_call>\\n{"name": "\' + call.function.name }}'
+    "{{ '\", \"arguments\": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}{% endfor %}"
+)
+"""Calls as Hermes writes them."""
+
 PLAIN = (
     "{% for message in messages %}"
     "{% if message.content == 'mute' %}{{ raise_exception('nothing is said') }}{% endif %}"
-    "{{ message.role }}: {{ message.content }}\n"
+    "{{ message.role }}: {{ message.content }}" + CALLS + "{{ '\\n' }}"
     "{% endfor %}"
     "{% if tools %}tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -87,10 +93,13 @@ PLAIN = (
 
 
 BARE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ kind }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ kind }}"
+    + CALLS
+    + "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""The same for one that reads no tools, and what a request says of `kind`."""
+"""The same with all that is said of tools, before the messages, and what a request says of `kind`."""
 
 
 def written(folder: Path, source: str = PLAIN) -> str:

@@ -16,8 +16,9 @@ import torch
 from helpers import tiny
 from helpers.published_templates import ANSWERS, HERMES, PUBLISHED, READS_PARTS, Published
 from helpers.tokenizers import BARE, PLAIN
+from helpers.tokenizers import CALLS as WRITTEN_CALLS
 from selfspec.errors import CheckpointError, PromptError, UnsupportedOptionError
-from selfspec.serve.chat.call_formats import HERMES as TOLD
+from selfspec.serve.chat.call_formats import HERMES as HERMES_FORMAT
 from selfspec.serve.chat.call_formats import CallFormat, Tags
 from selfspec.serve.chat.template import ChatTemplate, TemplateSource
 from selfspec.serve.chat.thoughts import MARKS, ThoughtReader, Thoughts
@@ -35,7 +36,8 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[n
 NO_FORMAT = ANSWERS.replace(
     "CALL", "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v }}, {% endfor %})"
 )
-FOUND = {BARE: TOLD, NO_FORMAT: None}
+WRITES_NONE = BARE.replace(WRITTEN_CALLS, "")
+FOUND = {BARE: HERMES_FORMAT, WRITES_NONE: HERMES_FORMAT, NO_FORMAT: None}
 
 
 def served(template: ChatTemplate, text: str, at_once: bool) -> tuple[str, list[tuple[str, Any]], int]:
@@ -58,6 +60,20 @@ def served(template: ChatTemplate, text: str, at_once: bool) -> tuple[str, list[
     assert [(call.name, call.arguments) for call in choice.calls] == said
     assert sum(delta.ends for delta in deltas) == len(said)
     return choice.text, [(name, json.loads(arguments)) for name, arguments in said], len(deltas)
+
+
+def written_as(form: CallFormat, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls in a format."""
+
+    def inner(given: dict[str, Any]) -> str:
+        if form.tags is None:
+            return json.dumps(given)
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+        before, between, after = form.tags.before, form.tags.between, form.tags.after
+        return "".join(f"{before}{key}{between}{value}{after}" for key, value in values.items())
+
+    each = [f"{form.before}{name}{form.between}{inner(given)}{form.after}" for name, given in calls]
+    return form.begin + (form.separator or "").join(each) + form.end
 
 
 def without(special: Sequence[str], text: str) -> str:
@@ -131,7 +147,7 @@ def test_a_named_template_writes_what_has_tools() -> None:
 
 
 def test_a_response_template_that_cannot_be_read_is_refused() -> None:
-    tokenizer = Published(BARE).tokenizer
+    tokenizer = Published(WRITES_NONE).tokenizer
     tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": {"open_pattern": "(", "close": "b"}}}
     with pytest.raises(CheckpointError, match="response_template cannot be read"):
         ChatTemplate(tokenizer)
@@ -173,7 +189,7 @@ def test_a_response_template_of_the_tokenizer_is_used(name: str, at_once: bool) 
     field, shape = RESPONSES[name]
     function = "{content}" if name == "object" else {"name": "{name}", "arguments": "{content}"}
     calls = {**field, "repeats": True, "transform": {"type": "function", "function": function}}
-    tokenizer = Published(BARE).tokenizer
+    tokenizer = Published(WRITES_NONE).tokenizer
     tokenizer.response_template = {"start_anchor": "assistant:", "fields": {"tool_calls": calls, "content": {}}}
     template = ChatTemplate(tokenizer)
     for thought in ("<think>\nLet me see.\n</think>\n\n", ""):
@@ -280,7 +296,7 @@ def test_what_is_cut_off_of_the_end_of_a_call_is_no_text(name: str) -> None:
     tools, form = template.callable(SCHEMAS), template.calls
     assert tools is not None
     assert isinstance(form, CallFormat)
-    whole = form.text([("weather", '{"city": "Bern"}')]).rstrip()
+    whole = written_as(form, [("weather", {"city": "Bern"})]).rstrip()
     for cut in range(len((form.after + form.end).strip()) + 1):
         reader, answer = tools.reader(), whole[: len(whole) - cut]
         said = [reader.push(letter) for letter in answer] + [reader.push("", ended=True)]
@@ -313,7 +329,7 @@ def test_a_grammar_takes_what_the_format_writes(name: str, grammars: Grammars) -
     assert isinstance(form, CallFormat)
     assert (form.separator is None) == (name in ("llama-3.1", "gpt-oss"))
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
-    call, wrong = (form.text([("weather", json.dumps({"days": each}))]) for each in (3, "three"))
+    call, wrong = (written_as(form, [("weather", {"days": each})]) for each in (3, "three"))
     tools = {"weather": schema, "time": {"type": "object", "properties": {}}}
 
     def takes(text: str, needed: bool, many: bool = False, otherwise: dict[str, Any] | None = None) -> bool:
@@ -326,7 +342,7 @@ def test_a_grammar_takes_what_the_format_writes(name: str, grammars: Grammars) -
     assert takes("It is warm.", False)
     assert not takes("It is warm.", True)
     if form.separator is not None:
-        both = form.text([("weather", '{"days": 3}'), ("time", "{}")])
+        both = written_as(form, [("weather", {"days": 3}), ("time", {})])
         assert takes(both, True, many=True)
         assert not takes(both, True)
         assert not takes(both, False)

@@ -110,17 +110,16 @@ def test_json_or_a_call(bare: Running) -> None:
         assert json.loads(message["content"]) == {"done": True}
 
 
-def test_tools_that_the_template_does_not_read_are_described(bare: Running, server: Running) -> None:
-    question = {"role": "user", "content": "Weather?"}
-    told = text_of(bare, [question], [WEATHER])
-    assert told.startswith("system: You may call these tools")
-    assert "Says how the weather is." in told
-    assert "<tool_call>" in told
-    joined = text_of(bare, [{"role": "system", "content": "Be kind."}, question], [WEATHER])
-    assert joined.startswith("system: Be kind.\n\nYou may call")
-    # The other template writes their names by itself.
-    assert "You may call" not in text_of(server, [question], [WEATHER])
-    assert "weather" in text_of(server, [question], [WEATHER])
+def test_what_the_template_cannot_write_of_tools_is_refused() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    told = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    with running(template="{% for message in messages %}{{ message.content }} {% endfor %}") as server:
+        refused = server.chat(tools=[WEATHER])
+        assert (refused.status, refused.body["error"]["param"]) == (400, "tools")
+        assert "--template FILE" in refused.body["error"]["message"]
+        refused = server.chat(messages=[{"role": "user", "content": "Weather?"}, *told])
+        assert (refused.status, refused.body["error"]["param"]) == (400, "messages")
+        assert server.chat(tools=[WEATHER], tool_choice="none", max_tokens=2).status == 200
 
 
 def test_calls_and_results_are_fed_back(bare: Running) -> None:
@@ -136,7 +135,7 @@ def test_calls_and_results_are_fed_back(bare: Running) -> None:
     assert reply.status == 200, reply.raw
     told = text_of(bare, said("", {"city": "Bern"}), [WEATHER])
     assert '{"name": "weather", "arguments": {"city": "Bern"}}' in told
-    assert "user: <tool_response>\nsunny" in told
+    assert "tool: sunny" in told
     assert reply.body["usage"]["prompt_tokens"] == len(bare.tokenizer(told, add_special_tokens=False).input_ids)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,22 +49,8 @@ class CallFormat:
     def marks(self) -> str:
         """All that it writes besides names and arguments."""
         patterns = f"{self.opening}{self.joint}".replace("\\", "")
-        return self.text([("", "")]) + (self.separator or "") + patterns
-
-    def text(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Write calls, a name and the JSON of an object each; other arguments are written as they are."""
-        each = [f"{self.before}{name}{self.between}{self._inner(arguments)}{self.after}" for name, arguments in calls]
-        return self.begin + ("\n" if self.separator is None else self.separator).join(each) + self.end
-
-    def _inner(self, arguments: str) -> str:
-        tags = self.tags
-        if tags is None or not arguments.startswith("{"):
-            return arguments
-        values = {
-            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for key, value in json.loads(arguments).items()
-        }
-        return "".join(f"{tags.before}{key}{tags.between}{value}{tags.after}" for key, value in values.items())
+        written = (self.begin, self.before, self.between, self.after, self.end, self.separator or "")
+        return "".join(written) + patterns
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,7 @@ class ResponseFormat:
 
 
 HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
-"""What models are told to write whose template says nothing of calls."""
+"""What models are taken to write whose template tells them of tools and writes no calls."""
 
 _NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,14 +27,9 @@ Reading = Literal["text", "parts"]
 
 _TRIAL: tuple[Message, ...] = ({"role": "user", "content": "Hello"},)
 
-_TOOLS_ARE = """You may call these tools, each described as JSON:
-{tools}
-To call one, answer with its name and its arguments, as in
-{call}"""
-
 _SAID = "qx_said"
 
-# What a trial calls, and what it hands over. Nothing of a call begins or ends with the text in its place.
+# What a trial calls, and what it hands over. No call begins with the text in its place.
 _NAME, _ARGUMENTS, _TEXT = "qx_tool", {"qx_key": "qx value"}, "~"
 
 _TOOL = {
@@ -53,8 +49,7 @@ _GIVEN = ("messages", "tools", "add_generation_prompt", "documents", "continue_f
 class ChatTemplate:
     """Writes messages the way the model was taught to read them, by a template in Jinja; None: the tokenizer's own.
 
-    Of templates with names, `default` and `tool_use`, the latter writes what has tools. Where a template reads no tools
-    or calls, they are described in messages: see `prompt`.
+    Of templates with names, `default` and `tool_use`, the latter writes what has tools or calls.
 
     Raises:
         CheckpointError: there is none, or it cannot be rendered, or leaves out what a user says; the message names the
@@ -90,21 +85,22 @@ class ChatTemplate:
     ) -> list[int]:
         """Write the tokens of a conversation, up to where the model's answer begins.
 
-        Arguments of calls in `messages` are objects. Where the template reads no `tools`, the system message describes
-        them; where it writes no calls and results, they are written as text. The answer continues the last message if
-        it `goes_on`; else its beginning is written if it `begins`.
+        Arguments of calls in `messages` are objects. The answer continues the last message if it `goes_on`; else its
+        beginning is written if it `begins`.
 
         Raises:
-            PromptError: the template refuses these messages, or leaves out what one of them says.
+            PromptError: the template refuses these messages, or leaves out calls, or what a message says.
         """
-        tools, source = tools or (), self.writer(bool(tools))
-        if any(message.get("tool_calls") or message["role"] == "tool" for message in messages) or tools:
-            messages = self._with_tools(source, [dict(message) for message in messages], tools)
-            tools = tools if source.reads_tools else ()
-        return source.tokens(messages, tools, variables, begins and not goes_on, goes_on)
+        calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
+        source = self.writer(bool(tools) or calls)
+        if calls and source.arguments is None:
+            raise PromptError("the chat template writes no calls and results; give one with --template FILE")
+        if calls and source.arguments == "text":
+            messages = [_as_text(message) for message in messages]
+        return source.tokens(messages, tools or (), variables, begins and not goes_on, goes_on)
 
     def writer(self, tools: bool) -> TemplateSource:
-        """Return the template that writes what has tools, or has none."""
+        """Return the template that writes what has tools or calls, or neither."""
         return self._writers[tools]
 
     @cached_property
@@ -150,45 +146,13 @@ class ChatTemplate:
         special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
         return {token: text for token, text in special if text in marks}
 
-    def _with_tools(
-        self, source: TemplateSource, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Describe in messages all that the template would not write of tools, calls and results."""
-        form = self.calls if isinstance(self.calls, CallFormat) else HERMES
-        if source.arguments is None:
-            messages = [_in_words(message, form) for message in messages]
-        elif source.arguments == "text":
-            messages = [_as_text(message) for message in messages]
-        if not tools or source.reads_tools:
-            return messages
-        described = _TOOLS_ARE.format(
-            tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
-            call=form.text([("NAME", "ARGUMENTS")]),
-        )
-        first, system = messages[0], {"role": "system", "content": described}
-        if first["role"] == "system":
-            return [{**first, "content": f"{first['content']}\n\n{described}"}, *messages[1:]]
-        if source.reads_system:
-            return [system, *messages]
-        return [{**first, "content": f"{described}\n\n{first['content']}"}, *messages[1:]]
 
-
-def _in_words(message: dict[str, Any], form: CallFormat) -> dict[str, Any]:
-    """Write calls and results as text, in a message without any."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = [call["function"] for call in message.pop("tool_calls", ())]
-    if calls:
-        text = form.text([(call["name"], json.dumps(call["arguments"], ensure_ascii=False)) for call in calls])
-        message["content"] = "\n".join(part for part in (message["content"], text) if part)
-    return message
-
-
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+def _as_text(message: Message) -> Message:
     """Write arguments of calls as JSON text."""
-    for call in message.get("tool_calls", ()):
+    calls = deepcopy(message.get("tool_calls"))
+    for call in calls or ():
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return message
+    return {**message, "tool_calls": calls} if calls else message
 
 
 @dataclass(frozen=True)
@@ -239,33 +203,24 @@ class TemplateSource:
     @cached_property
     def calls(self) -> CallFormat | ResponseFormat | None:
         """In which of the known formats it writes calls; None: in another."""
-        written = [self._in_place_of_text(_trial_call(as_text)) for as_text in (False, True)]
+        written = [self._answer(_trial_call(as_text)) for as_text in (False, True)]
         # An object that is written as Python does is none of JSON.
         written = [text for text in written if _NAME in text and str(_ARGUMENTS) not in text]
         if not written:
             return HERMES
-        for form in FORMATS:
-            before, read, _ = written[0].partition(form.text([(_NAME, json.dumps(_ARGUMENTS))]))
-            if read and _reads(form, written):
-                # White space that stands before a call is written with it.
-                return form if before.strip() else replace(form, begin=before + form.begin)
         return next((form for form in (*FORMATS, *RESPONSES) if _reads(form, written)), None)
 
-    def _in_place_of_text(self, message: Message) -> str:
-        """Write what stands in place of an answer's text; nothing where the template refuses the message."""
+    def _answer(self, message: Message) -> str:
+        """Write an answer, from where another one would differ; nothing where the template refuses the message."""
         question = {"role": "user", "content": "Hello"}
-        trials = (message, {"role": "assistant", "content": _TEXT})
-        whole, plain = (self._tried([question, each], self._trial_tools) for each in trials)
-        if whole is None or plain is None:
-            return ""
+        whole, other = (
+            self._tried([question, each], self._trial_tools) or ""
+            for each in (message, {"role": "assistant", "content": _TEXT})
+        )
+        cut = shared_length(whole, other)
         # A tag is not cut.
-        cut = shared_length(whole, plain)
         opened = whole.rfind("<", 0, cut)
-        cut = cut if opened < 0 or ">" in whole[opened:cut] else opened
-        behind = whole[len(whole) - shared_length(whole[cut:][::-1], plain[cut:][::-1]) :]
-        closed, opened = behind.find(">"), behind.find("<")
-        within = closed >= 0 and (opened < 0 or closed < opened)
-        return whole[cut:].removesuffix(behind[closed + 1 :] if within else behind)
+        return whole[cut if opened < 0 or ">" in whole[opened:cut] else opened :]
 
     @property
     def _trial_tools(self) -> list[Message]:
@@ -294,12 +249,6 @@ class TemplateSource:
             "system": self._reading(lambda said: [{"role": "system", "content": said}, hello]),
             "assistant": self._reading(lambda said: [hello, {"role": "assistant", "content": said}, hello]),
         }
-
-    @cached_property
-    def reads_system(self) -> bool:
-        """True where it writes what a system message says, before a user's."""
-        system = {"role": "system", "content": _as(_SAID, self.readings["system"])}
-        return _SAID in (self._tried([system, self._message("user", "Hello")]) or "")
 
     def _reading(self, conversation: Callable[[Any], list[Message]]) -> Reading | None:
         ways: tuple[Reading, ...] = ("text", "parts")

@@ -139,6 +139,9 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         served.check_text(json.dumps(tools, ensure_ascii=False), "tools")
     variables, writer = dict(request.chat_template_kwargs or {}), template.writer(bool(tools))
+    if tools and not writer.reads_tools:
+        said = "tools: the chat template tells the model of none; give one that does with --template FILE, or send none"
+        raise ApiError(400, said, "tools")
     unknown = sorted(variables.keys() - writer.variables)
     if unknown:
         read = ", ".join(sorted(writer.variables)) or "none"
@@ -176,11 +179,13 @@ def _plain(message: Message) -> dict[str, Any]:
         plain["role"] = "system"
     plain["content"] = in_one_piece(message.content)
     for call in plain.get("tool_calls", ()):
+        name, given = call["function"]["name"], call["function"]["arguments"]
         try:
             # Clients write nothing where a function takes nothing.
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            read = json.loads(given or "{}") if isinstance(given, str) else given
         except ValueError as error:
-            raise PromptError(f"tool_calls: arguments of {call['function']['name']!r} are not JSON") from error
+            raise PromptError(f"tool_calls: arguments of {name!r} are not JSON") from error
+        call["function"] = {"name": name, "arguments": read}
     return plain
 
 

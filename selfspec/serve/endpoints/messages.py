@@ -83,23 +83,11 @@ class Thinking(Strict):
     display: str | None = None
 
 
-class OutputConfig(Strict):
-    """How eager the model is, where its template reads that."""
-
-    effort: str | None = None
-
-
 class ContextEdit(Strict):
     """A rule for long conversations: of those, one that leaves out nothing."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
-
-
-class ContextManagement(Strict):
-    """Rules for what is left out of a long conversation."""
-
-    edits: Many[ContextEdit] | None = None
 
 
 class CountRequest(Hints):
@@ -112,8 +100,9 @@ class CountRequest(Hints):
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    context_management: ContextManagement | None = None
+    # How eager the model is, where its template reads that.
+    output_config: dict[Literal["effort"], str | None] | None = None
+    context_management: dict[Literal["edits"], Many[ContextEdit] | None] | None = None
 
     def chat(self, reads: Collection[str]) -> Body:
         """Return the fields of a chat request that say the same; the template reads variables of these names."""
@@ -131,7 +120,7 @@ class CountRequest(Hints):
             "parallel_tool_calls": None if one is None else not one,
             "enable_thinking": self._thinks(reads),
             # A hint: it is left where the template reads none.
-            "reasoning_effort": self.output_config and self.output_config.effort if _EFFORT in reads else None,
+            "reasoning_effort": (self.output_config or {}).get("effort") if _EFFORT in reads else None,
             # An answer of its own begins where the last message is the assistant's.
             "continue_final_message": True if self.messages[-1].role == "assistant" else None,
         }

@@ -18,9 +18,9 @@ from selfspec.serve.api_error import ApiError
 from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.endpoints.answering import Body, Form, Work, answer
-from selfspec.serve.endpoints.chat_completions import answer_as, called, parsed
+from selfspec.serve.endpoints.chat_completions import answer_as, parsed
 from selfspec.serve.endpoints.completions import completion_work
-from selfspec.serve.schemas import CompletionRequest, Many, Strict, Tool, validated
+from selfspec.serve.schemas import CompletionRequest, Many, Message, Strict, Tool, validated
 from selfspec.serve.served import Served
 from selfspec.version import __version__
 
@@ -105,31 +105,12 @@ class OllamaRequest(Strict):
         return OllamaForm(served, work, isinstance(self, OllamaChat))
 
 
-class OllamaFunction(Strict):
-    """A function that the model called."""
-
-    name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    index: int | None = None
-
-
-class OllamaCall(Strict):
-    """A call of a tool."""
-
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: OllamaFunction
-
-
-class OllamaMessage(Strict):
+class OllamaMessage(Message):
     """A message of the conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: Many[OllamaCall] | None = None
     tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class OllamaChat(OllamaRequest):
@@ -144,15 +125,16 @@ class OllamaChat(OllamaRequest):
         # Of calls whose results are still to come; Ollama's have none of their own.
         open_ids: list[str] = []
         for message in self.messages:
-            said: Body = {"role": message.role, "content": message.content, "reasoning_content": message.thinking}
-            if message.role == "tool":
-                own = open_ids.pop(0) if open_ids else None
-                said |= {"tool_call_id": message.tool_call_id or own, "name": message.tool_name}
+            own = open_ids.pop(0) if message.role == "tool" and open_ids else None
             calls = message.tool_calls or []
             if calls:
                 open_ids = [call.id or f"call{len(messages):03d}{index:02d}" for index, call in enumerate(calls)]
-                written = [(call.function.name, json.dumps(call.function.arguments)) for call in calls]
-                said["tool_calls"] = [called(id_, *each) for id_, each in zip(open_ids, written, strict=True)]
+            for call, id_ in zip(calls, open_ids, strict=False):
+                call.id = id_
+            said = message.model_dump(exclude={"thinking", "tool_name"})
+            said["tool_call_id"] = message.tool_call_id or own
+            said["name"] = message.tool_name or message.name
+            said["reasoning_content"] = message.thinking or message.reasoning_content
             messages.append(said)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return {**self.alike, **self.thinking, "messages": messages, "tools": tools or None}

@@ -84,14 +84,6 @@ class ResponseText(Strict):
     verbosity: str | None = None
 
 
-class Reasoning(Strict):
-    """How much the model thinks, where its template reads that; the rest hints at how it is shown and kept."""
-
-    effort: str | None = None
-    summary: str | None = None
-    context: str | None = None
-
-
 class ResponsesRequest(Hints):
     """`POST /v1/responses`."""
 
@@ -113,7 +105,8 @@ class ResponsesRequest(Hints):
     tools: Annotated[Many[ResponseTool] | None, BeforeValidator(_that_are_known)] = None
     tool_choice: Literal["none", "auto", "required"] | ResponseTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    # How much the model thinks, where its template reads that; the rest hints at how it is shown and kept.
+    reasoning: dict[Literal["effort", "summary", "context"], str | None] | None = None
     previous_response_id: str | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
@@ -135,7 +128,7 @@ class ResponsesRequest(Hints):
             "tools": tools or None,
             "tool_choice": function({"name": chosen.name}) if isinstance(chosen, ResponseTool) else chosen,
             "response_format": _format(self.text),
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
 
     def form(self, served: Served, work: Work) -> Form:
