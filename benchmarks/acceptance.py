@@ -27,7 +27,7 @@ from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import model_place
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.own_text import Continuation
+from selfspec.measure.stock import Continuation
 from selfspec.measure.teacher_forced import acceptance_rate, first_steps
 from selfspec.model.checkpoint import load_tokenizer
 from selfspec.model.registry import find_adapter

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.cli.terminal import progress_bar
 from selfspec.measure.prompts import parse_workloads
-from selfspec.measure.timing import Call
-from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts
+from selfspec.tools.lab.arms import Arm, ArmSpec, Call, Cell, Prompts
 from selfspec.tools.lab.generations import Generations, Part, latest
 from selfspec.tools.lab.report import write_report
 from selfspec.tools.lab.runs import Runs

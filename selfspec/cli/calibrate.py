@@ -78,12 +78,11 @@ def calibrate(
     drafters: Any = None if draft is None else [read_draft(text) for text in draft]
 
     from selfspec.control import profile as profiles
-    from selfspec.files.writing import check_output_folder
+    from selfspec.files.writing import check_output_file, check_output_folder
     from selfspec.measure.prompts import beginnings, built_in, check_reads_text, read_prompts
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.lab.arms import prompt_writer
-    from selfspec.tools.lab.outputs import check_output_file
 
     # The embedded model writes nothing but code.
     usual = built_in if model.is_demo else beginnings

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from selfspec.measure.checkpoint import Checkpoint
-    from selfspec.measure.timing import Call
-    from selfspec.tools.lab.arms import Cell, OwnArm
+    from selfspec.tools.lab.arms import Call, Cell, OwnArm
     from selfspec.tools.lab.generations import ArmRun
     from selfspec.tools.lab.runs import Row
 

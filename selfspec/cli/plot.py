@@ -46,7 +46,7 @@ def plot(
     output: Output = "text",
 ) -> Plotted:
     """Draw columns of a table that `bench`, `ablate` or `search` made; docs/columns.md says what each is."""
-    from selfspec.tools.lab.outputs import check_output_file
+    from selfspec.files.writing import check_output_file
     from selfspec.tools.lab.plot import plot as draw
     from selfspec.tools.lab.plot import read_table
     from selfspec.tools.lab.report import require_packages

@@ -71,9 +71,9 @@ def search(
     """Search for the skip set that promises the highest speed, by measured costs and the model's own text."""
     fewest, most = _sizes(sublayers)
 
+    from selfspec.files.writing import check_output_file
     from selfspec.tools.lab import search as searching
     from selfspec.tools.lab.drafts import Space
-    from selfspec.tools.lab.outputs import check_output_file
     from selfspec.tools.lab.report import require_packages, write_report
     from selfspec.tools.lab.runs import Runs
     from selfspec.tools.lab.study import Study, check_inputs, load

@@ -165,8 +165,7 @@ def _train(
     machine: MachineOptions,
 ) -> Trained:
     """Train, and return the figures before and after."""
-    from selfspec.tools.train.course import resumed_step
-    from selfspec.tools.train.run import doubts, run
+    from selfspec.tools.train.run import doubts, resumed_step, run
 
     _prepare(machine.threads)
     printed: set[str] = set()

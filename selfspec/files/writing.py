@@ -1,10 +1,11 @@
-"""Check output folders before work begins, and write files whole or not at all."""
+"""Check the places of outputs before work begins, and write files and folders whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,23 @@ def check_output_folder(folder: Path) -> None:
             probe.write(b"\0")
 
 
+def check_output_file(file: Path) -> None:
+    """Refuse a file that cannot be written to, before there are results. Its content does not change."""
+    with writing(file):
+        if exists(file):
+            if not file.is_file():
+                raise StorageError(f"{file} cannot be written (it is {'a folder' if file.is_dir() else 'no file'})")
+            file.open("r+b").close()
+    check_output_folder(file.parent)
+
+
+def check_new(place: Path, remedy: str) -> None:
+    """Refuse a place that holds a file or a folder that is not empty."""
+    with writing(place):
+        if exists(place) and not (place.is_dir() and not any(place.iterdir())):
+            raise StorageError(f"{place} is there already; {remedy}")
+
+
 @contextmanager
 def whole(file: Path, kept: str = "") -> Iterator[Path]:
     """Yield a path whose file replaces `file` at once on success, and is deleted on failure; make its folders."""
@@ -47,6 +65,26 @@ def whole(file: Path, kept: str = "") -> Iterator[Path]:
             os.replace(draft, file)
         finally:
             draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that on success becomes `folder`, which is empty or not there; else it is deleted."""
+    place = folder.absolute()
+    draft = place.parent / f".{place.name}.{uuid.uuid4().hex}"
+    with writing(folder):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        try:
+            yield draft
+            mode = mode_of_new_files(draft)
+            for each in filter(Path.is_file, draft.rglob("*")):
+                each.chmod(mode)
+            if exists(place):
+                place.rmdir()
+            draft.replace(place)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def mode_of_new_files(folder: Path) -> int:

@@ -17,8 +17,7 @@ from selfspec.errors import PromptError, SelfSpecError, UnsupportedModelError
 from selfspec.files.json_text import parse_json
 from selfspec.measure.checkpoint import Checkpoint
 from selfspec.measure.embedded import PROMPTS
-from selfspec.measure.own_text import own_text
-from selfspec.measure.stock import end_tokens, until_end
+from selfspec.measure.stock import end_tokens, own_text, until_end
 from selfspec.model.registry import has_encoder
 
 BUILT_IN = "demo"

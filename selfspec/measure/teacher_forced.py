@@ -7,13 +7,14 @@ sampling token by token, 0 or 1 greedily. So the expected counts of a generation
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -28,13 +29,13 @@ from selfspec.compat import cache_argument
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.errors import UnsupportedModelError, UnsupportedOptionError
-from selfspec.measure.acceptance import Readout
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.own_text import Continuation
+from selfspec.measure.stock import Continuation
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import ExactStates, FeatureTap, GatedModel, Point
 from selfspec.model.layer_path import LayerPath, Part, Sublayer, sublayers
 from selfspec.model.substitutes import Substitutes
+from selfspec.model.view import hidden_states
 from selfspec.runtime.pass_function import model_inputs
 from selfspec.runtime.request import PassRequest
 from selfspec.runtime.runner import ModelRunner
@@ -47,6 +48,40 @@ NOTHING: Parts = frozenset()
 
 # How far logits of the whole network may be off when they are computed as a draft step's: rounding, and no more.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.25}
+
+
+class Readout:
+    """Reads what a stock model's exits would say, with gradients; the model is not changed."""
+
+    def __init__(self, model: PreTrainedModel, adapter: Adapter) -> None:
+        self._layers = adapter.decoder_layers(model)
+        self.depth = len(self._layers)
+        first = Sublayer(0, Part.ATTENTION)
+        # No layer runs, and states given at the first come out at the norm and the head.
+        self._head = GatedModel(model, adapter, LayerPath.up_to(self.depth, first).resumed_at(first))
+
+    @contextmanager
+    def recorded(self, exits: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Yield the states at each exit, `[batch, tokens, hidden]`, filled in as passes run inside the `with` block."""
+        states: dict[int, Tensor] = {}
+
+        def record(exit_layer: int, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[exit_layer] = hidden_states(args, kwargs)
+
+        with ExitStack() as hooks:
+            for each in exits:
+                hooks.enter_context(
+                    self._layers[each].register_forward_pre_hook(partial(record, each), with_kwargs=True)
+                )
+            yield states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Apply the model's norm and head to states `[batch, tokens, hidden]`; return `[batch, tokens, vocab]`."""
+        tokens = torch.zeros(states.shape[-3:-1], dtype=torch.long, device=states.device)
+        self._head.enter(ExactStates(states))
+        logits: Tensor = self._head.module(input_ids=tokens, use_cache=False).logits
+        self._head.enter(None)
+        return logits
 
 
 def parts_run(path: LayerPath) -> tuple[Parts, ...]:

@@ -17,7 +17,7 @@ from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter
 from selfspec.draft.registry import draft_name
 from selfspec.errors import DraftConfigError, UnsupportedModelError
-from selfspec.files.writing import check_output_folder, write_json
+from selfspec.files.writing import check_new, check_output_folder, whole_folder, write_json
 from selfspec.measure.summary import Weights
 from selfspec.measure.teacher_forced import draft_step_logits
 from selfspec.model.checkpoint import without_progress_bar
@@ -26,7 +26,6 @@ from selfspec.model.identity import fingerprint, weight_of
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process, whole
-from selfspec.tools.lab.outputs import check_new, whole_folder
 from selfspec.version import __version__
 
 

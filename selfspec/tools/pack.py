@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from selfspec.errors import CheckpointError, StorageError
-from selfspec.files.writing import check_output_folder, sealed
+from selfspec.files.writing import check_new, check_output_folder, sealed, whole_folder
 from selfspec.formats.format import Format
 from selfspec.formats.packed import Packed
 from selfspec.model.checkpoint import PACKED, local_folder, read_config, weight_files
@@ -37,7 +37,6 @@ from selfspec.placement.stored import (
     stored_tensors,
 )
 from selfspec.placement.whole import load_whole
-from selfspec.tools.lab.outputs import check_new, whole_folder
 
 # Files of a checkpoint that hold weights, or say where they are.
 _WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")

@@ -26,8 +26,7 @@ from selfspec.control.profile import VARIABLE
 from selfspec.kernels import native
 from selfspec.measure.embedded import PROMPTS
 from selfspec.measure.embedded import checkpoint_folder as demo_folder
-from selfspec.measure.timing import Call
-from selfspec.tools.lab.arms import Cell, OwnArm, Prompts, StockArm
+from selfspec.tools.lab.arms import Call, Cell, OwnArm, Prompts, StockArm
 from selfspec.tools.lab.report import REPORT
 from selfspec.tools.lab.runs import FILE, origin
 

@@ -30,17 +30,24 @@ from selfspec.draft import EarlyExit, ExitHead, LayerSkip, ReducedVocabulary
 from selfspec.draft.early_exit import FILE as EXIT_HEADS
 from selfspec.draft.layer_skip import write_skip_file
 from selfspec.files.json_text import parse_json
-from selfspec.files.writing import check_output_folder, whole, write_json, write_sealed, writing
+from selfspec.files.writing import (
+    check_output_file,
+    check_output_folder,
+    whole,
+    whole_folder,
+    write_json,
+    write_sealed,
+    writing,
+)
 from selfspec.measure.prompts import parse_workloads, read_prompts
 from selfspec.model.checkpoint import read_config
 from selfspec.model.identity import fingerprint
-from selfspec.tools.lab.outputs import check_output_file, whole_folder
 from selfspec.tools.lab.runs import FILE as RUNS
 from selfspec.tools.lab.runs import Run, Runs
 from selfspec.tools.train.corpus import read_documents, written_text
-from selfspec.tools.train.course import RunFolder
 from selfspec.tools.train.lesson import ExitHeads
 from selfspec.tools.train.recipe import Course, Texts
+from selfspec.tools.train.run import RunFolder
 
 
 @cache

@@ -16,13 +16,12 @@ from selfspec.cache.shared_cache import SharedCache
 from selfspec.draft import EarlyExit, LayerSkip, ReducedVocabulary
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import DraftConfigError, UnsupportedModelError
-from selfspec.measure import acceptance
 from selfspec.measure import teacher_forced as module
-from selfspec.measure.acceptance import Acceptance, Readout
-from selfspec.measure.own_text import Continuation, continued, repeated_share
+from selfspec.measure.stock import Continuation, continued, repeated_share
 from selfspec.measure.teacher_forced import (
     DraftPath,
     LayerViews,
+    Readout,
     TeacherForcedFigures,
     TeacherForcedText,
     acceptance_rate,
@@ -84,19 +83,6 @@ def _apart(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "is_judged_by_teacher_forcing", lambda *_: False)
         return first_steps(model, find_adapter(model), drafters, texts, temperature)
-
-
-def test_figures_of_trainings_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    full, draft = torch.randn(2, 11, tiny.VOCABULARY, generator=torch.Generator().manual_seed(0))
-    whole, parts = Acceptance(), Acceptance()
-    whole.add(full, draft)
-    monkeypatch.setattr(acceptance, "_VALUES", 3 * tiny.VOCABULARY)
-    parts.add(full[:4], draft[:4])
-    parts.add(full[4:], draft[4:])
-    assert parts.positions == whole.positions == 11
-    assert parts.alpha == pytest.approx(whole.alpha)
-    assert parts.alpha == pytest.approx(float(torch.minimum(full.softmax(-1), draft.softmax(-1)).sum(-1).mean()))
-    assert parts.agreement == whole.agreement
 
 
 def test_a_reduced_vocabulary_drafts_nothing_else(llama: PreTrainedModel) -> None:

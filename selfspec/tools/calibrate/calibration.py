@@ -26,10 +26,9 @@ from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.errors import BenchError, UnsupportedModelError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
 from selfspec.measure.estimate import Estimate
-from selfspec.measure.own_text import continued
 from selfspec.measure.prompts import read_given
 from selfspec.measure.spare_cores import CoreWatch, SpareCores
-from selfspec.measure.stock import bare
+from selfspec.measure.stock import bare, continued
 from selfspec.measure.teacher_forced import acceptance_rate, first_steps
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter

@@ -13,7 +13,7 @@ from selfspec.accept import find_rule
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.errors import StudyError
 from selfspec.measure.environment import environment
-from selfspec.measure.own_text import Continuation
+from selfspec.measure.stock import Continuation
 from selfspec.measure.teacher_forced import (
     DraftPath,
     TeacherForcedFigures,

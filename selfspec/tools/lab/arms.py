@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,14 +17,13 @@ from selfspec.accept import find_rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.control import Control, CostAware, FixedLength
 from selfspec.control.profile import Profile
-from selfspec.device import has_graphs
+from selfspec.decode.output import Stats
+from selfspec.device import Timer, has_graphs
 from selfspec.draft import Drafter
 from selfspec.errors import PromptError
 from selfspec.measure.checkpoint import Checkpoint
-from selfspec.measure.own_text import random_state_kept
 from selfspec.measure.prompts import PromptWriter, Workload, check_context
-from selfspec.measure.stock import bare, end_tokens, until_end
-from selfspec.measure.timing import Call, DraftShape, Stopwatch
+from selfspec.measure.stock import bare, end_tokens, random_state_kept, until_end
 from selfspec.runtime import BatchInvariant, CudaGraphs, Eager, Native, Runtime, usual_runtime
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.tools.lab.drafts import Given, content
@@ -207,6 +207,59 @@ class ArmSpec:
     def own(self) -> bool:
         """True if the arm is selfspec's."""
         return self.kind in ("plain", "draft")
+
+
+@dataclass(frozen=True, order=True)
+class DraftShape:
+    """Counts the tokens drafted for each row, 0 in a plain round, and the draft steps, 0 in a look-up, of a round."""
+
+    drafted: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call and its times, in seconds; `rows` are the new tokens of each row.
+
+    Attributes:
+        seconds: of the whole call, prefill included.
+        first_seconds: until the first tokens were there: prefill, and the step or round after it.
+        first_tokens: new tokens of all rows by then.
+        passes: target passes, prefill not counted; of speculative arms that is rounds.
+        rounds: of selfspec's arms, the number of rounds of each shape.
+        seed: of its draws.
+    """
+
+    rows: list[list[int]]
+    seconds: float
+    first_seconds: float
+    first_tokens: int
+    passes: int
+    stats: Stats | None = None
+    rounds: Counter[DraftShape] = field(default_factory=Counter)
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(map(len, self.rows))
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Seconds of a token behind the first ones; of a call that has no others, of all."""
+        further = self.tokens - self.first_tokens
+        return (self.seconds - self.first_seconds) / further if further > 0 else self.seconds / self.tokens
+
+
+class Stopwatch(Timer):
+    """Runs from when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(time.perf_counter, device)
+        self._started = self.now()
+
+    def read(self) -> float:
+        return self.now() - self._started
 
 
 def control_of(draft_length: int | None, nodes: int | None) -> Control:

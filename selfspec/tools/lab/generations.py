@@ -18,14 +18,12 @@ from selfspec.draft import Drafter, PromptLookup
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import measure_costs
 from selfspec.measure.environment import environment
-from selfspec.measure.own_text import repeated_share
 from selfspec.measure.rounding import Bound, tie_gap, widths_of
 from selfspec.measure.spare_cores import CoreWatch
-from selfspec.measure.stock import bare, read_reference, stepwise_logits
-from selfspec.measure.timing import Call
+from selfspec.measure.stock import bare, read_reference, repeated_share, stepwise_logits
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
-from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, OwnArm, Prompts, runtime_named
+from selfspec.tools.lab.arms import Arm, ArmSpec, Call, Cell, OwnArm, Prompts, runtime_named
 from selfspec.tools.lab.drafts import path_of, paths_of
 from selfspec.tools.lab.prices import RoundCosts
 from selfspec.tools.lab.runs import Row, Run, Runs, digest_of, origin

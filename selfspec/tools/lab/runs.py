@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 
 from selfspec.errors import BenchError, SelfSpecError
 from selfspec.files.json_text import parse_json
-from selfspec.files.writing import CHECKSUM, sealed, writing
+from selfspec.files.writing import CHECKSUM, check_output_file, sealed, writing
 from selfspec.measure.environment import environment
 from selfspec.measure.spare_cores import CoreWatch
 from selfspec.measure.stock import end_tokens
 from selfspec.model.identity import fingerprint
-from selfspec.tools.lab.outputs import check_output_file
 
 FILE = "runs.jsonl"
 

@@ -21,7 +21,7 @@ from selfspec.draft.layer_skip import write_skip_file
 from selfspec.draft.registry import parse_draft
 from selfspec.errors import StudyError
 from selfspec.measure.environment import environment
-from selfspec.measure.own_text import Continuation
+from selfspec.measure.stock import Continuation
 from selfspec.measure.teacher_forced import NOTHING, WHOLE, Parts, TeacherForcedText
 from selfspec.measure.watch import Watch
 from selfspec.model.identity import fingerprint

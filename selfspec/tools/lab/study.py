@@ -21,8 +21,8 @@ from selfspec.architecture import Adapter
 from selfspec.errors import StudyError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.measure.own_text import Continuation, continued
 from selfspec.measure.prompts import read_workloads
+from selfspec.measure.stock import Continuation, continued
 from selfspec.measure.teacher_forced import LayerViews
 from selfspec.model.checkpoint import DtypeName, read_config
 from selfspec.model.registry import find_adapter

@@ -18,14 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.errors import CorpusError, DraftConfigError, TrainingError
 from selfspec.files.json_text import DescribedTensors, write_described
-from selfspec.files.writing import write_sealed
-from selfspec.measure.own_text import own_text
+from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.measure.prompts import Message, json_lines
-from selfspec.measure.stock import end_tokens
+from selfspec.measure.stock import end_tokens, own_text
 from selfspec.measure.summary import describe_config
 from selfspec.model.checkpoint import load_tokenizer, read_config
 from selfspec.tools.lab.arms import Prompts
-from selfspec.tools.lab.outputs import check_output_file
 from selfspec.tools.train.recipe import Course, Texts
 
 # Documents given to the tokenizer at once: enough to use its threads, few enough to stop soon after enough tokens.

@@ -19,14 +19,14 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from selfspec.draft.heads.eagle import Eagle3Fusion, eagle3_layers
 from selfspec.draft.heads.folder import fill
 from selfspec.files.writing import write_json
-from selfspec.measure.acceptance import Acceptance, Readout
+from selfspec.measure.teacher_forced import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.gated_view import FeatureTap, Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.stock_passes import over_cache
 from selfspec.tools.train.corpus import Blocks, Split, most_frequent
-from selfspec.tools.train.lesson import Lesson
+from selfspec.tools.train.lesson import Acceptance, Lesson
 from selfspec.tools.train.recipe import HeadRecipe
 
 # How much less each further token weighs in the loss than the one before it, which must be right first.

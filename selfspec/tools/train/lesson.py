@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from selfspec.control.costs import Costs, forecast
 from selfspec.draft import EarlyExit
 from selfspec.draft.early_exit import ABOUT, FILE, AboutExits, ExitAdapter
 from selfspec.files.json_text import write_described
-from selfspec.measure.acceptance import Acceptance, Readout
 from selfspec.measure.checkpoint import Checkpoint
+from selfspec.measure.teacher_forced import Readout
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import fingerprint, vocabulary_size
 from selfspec.model.registry import find_adapter
@@ -66,6 +66,37 @@ class Lesson(ABC):
     def measured(self) -> Iterator[Blocks]:
         """Yield the held-out text in batches, on the model's device."""
         return self.held_out.batches(_BATCH, next(self.model.parameters()).device)
+
+
+# Logits compared at a time: 64 MiB in float32.
+_VALUES = 2**24
+
+
+@dataclass
+class Acceptance:
+    """Sums over positions: where target and draft have one likeliest token, and of 1 - TV(p, q) at temperature 1."""
+
+    positions: int = 0
+    agreed: float = 0.0
+    overlap: float = 0.0
+
+    def add(self, full: Tensor, draft: Tensor) -> None:
+        """Count some positions, by logits `[positions, vocab]`; the draft's are -inf where it has no such token."""
+        self.positions += full.shape[0]
+        self.agreed += float((full.argmax(-1) == draft.argmax(-1)).sum())
+        for logits in zip(*(each.split(max(1, _VALUES // full.shape[-1])) for each in (full, draft)), strict=True):
+            p, q = (each.float().softmax(-1) for each in logits)
+            self.overlap += float(torch.minimum(p, q).sum())
+
+    @property
+    def agreement(self) -> float:
+        """Share of the positions where both have one likeliest token."""
+        return self.agreed / self.positions
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance rate at temperature 1, the mean of 1 - TV(p, q) (Leviathan et al., 2023)."""
+        return self.overlap / self.positions
 
 
 class ExitMeter:

@@ -32,7 +32,6 @@ from selfspec.draft import (
 )
 from selfspec.errors import DraftConfigError, PromptError
 from selfspec.measure.costs import MeasuredCosts, measure_costs
-from selfspec.measure.timing import Call
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import find_adapter
 from selfspec.tools.calibrate import calibration as running
@@ -48,7 +47,7 @@ from selfspec.tools.calibrate.candidates import (
     to_measure,
 )
 from selfspec.tools.calibrate.measurements import Measurements
-from selfspec.tools.lab.arms import Cell, OwnArm, Prompts, batched
+from selfspec.tools.lab.arms import Call, Cell, OwnArm, Prompts, batched
 from selfspec.tools.lab.drafts import paths_of
 
 

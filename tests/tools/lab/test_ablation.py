@@ -18,7 +18,7 @@ from helpers.shrunken import shrunken
 from helpers.studies import Guess, Notes, declared, stories_loader
 from selfspec.accept import TokenLevel
 from selfspec.errors import StudyError
-from selfspec.measure import own_text
+from selfspec.measure import stock
 from selfspec.measure import teacher_forced as passes
 from selfspec.model.registry import find_adapter
 from selfspec.tools.lab import ablation
@@ -339,14 +339,14 @@ def test_an_architecture_that_cannot_be_judged_says_so_point_by_point(monkeypatc
 
 def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[int]] = []
-    continued = own_text.own_text
+    continued = stock.own_text
 
     def noted(model: Any, prompts: Any, *rest: Any) -> Any:
         read.append(prompts[0].tolist())
         return continued(model, prompts, *rest)
 
     texts, tokenizer = ["ab", "abcdef"], tiny.tokenizer()
-    monkeypatch.setattr(own_text, "own_text", noted)
+    monkeypatch.setattr(stock, "own_text", noted)
     model = tiny.llama(vocab_size=260)
     selfspec.ablate(model, texts, tokenizer=tokenizer, **{**_QUICK, "drafts": "exit:1"})
     assert read == [tokenizer(text).input_ids for text in texts]

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from helpers import tiny
 from selfspec.measure.rounding import Bound
-from selfspec.measure.timing import Call
 from selfspec.tools.lab import generations
-from selfspec.tools.lab.arms import Arm, ArmSpec, Cell, Prompts, StockArm, make_arm
+from selfspec.tools.lab.arms import Arm, ArmSpec, Call, Cell, Prompts, StockArm, make_arm
 from selfspec.tools.lab.generations import ENDLESS, ArmRun, Pair, differ, measure
 from selfspec.tools.lab.table import summarise
 

@@ -18,14 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.integrations import integration_utils
 
 import selfspec
+from helpers import tiny
 from helpers.saved_folders import PROMPTS, checkpoint_folder
 from selfspec.errors import CorpusError, StorageError, TrainingError
 from selfspec.model.identity import fingerprint
+from selfspec.tools.train import lesson
 from selfspec.tools.train.corpus import Blocks
-from selfspec.tools.train.course import CHECKPOINTS, Observer, latest_checkpoint, train
 from selfspec.tools.train.lesson import Lesson
 from selfspec.tools.train.recipe import Course, ExitHeadRecipe, HeadRecipe, LayerSkipRecipe, Texts, rate_of_model
-from selfspec.tools.train.run import run
+from selfspec.tools.train.run import CHECKPOINTS, Observer, latest_checkpoint, run, train
 
 _COURSE = Course(steps=6, batch=4, length=32, save_every=2, evaluate_every=4, learning_rate=2e-3, decay=0.4)
 _HEADS = ExitHeadRecipe(exits=(2, 3), rank=16)
@@ -392,3 +393,16 @@ def test_weights_that_are_infinite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"after step 3 .*0\.weight"):
         train(lesson, _SMALL, _text(), tmp_path, "cpu", spoil)
     assert _newest(tmp_path) is None
+
+
+def test_figures_of_trainings_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, draft = torch.randn(2, 11, tiny.VOCABULARY, generator=torch.Generator().manual_seed(0))
+    whole, parts = lesson.Acceptance(), lesson.Acceptance()
+    whole.add(full, draft)
+    monkeypatch.setattr(lesson, "_VALUES", 3 * tiny.VOCABULARY)
+    parts.add(full[:4], draft[:4])
+    parts.add(full[4:], draft[4:])
+    assert parts.positions == whole.positions == 11
+    assert parts.alpha == pytest.approx(whole.alpha)
+    assert parts.alpha == pytest.approx(float(torch.minimum(full.softmax(-1), draft.softmax(-1)).sum(-1).mean()))
+    assert parts.agreement == whole.agreement
