@@ -2,10 +2,7 @@
 
     python benchmarks/acceptance.py MODEL... --draft int8 --draft int4 --texts heldout.jsonl
     python benchmarks/acceptance.py MODEL --draft exit:2 --draft head:FOLDER@2 --texts 'heldout.jsonl#kind=code'
-    python benchmarks/acceptance.py MODEL --draft int8+window:512 --draft int8+top:512 --texts heldout.jsonl \
-        --tokens 1800 --again 150
 
-With `--again` each text begins again where it ends, and what comes again is judged: a draft has to look far back.
 Nothing is generated. A draft in fewer bits reads the texts by its own path, keys and values included, so its context is
 a little worse than in a generation, where it is the target's own.
 """
@@ -44,13 +41,12 @@ def main() -> None:
     parser.add_argument("--texts", required=True, metavar="FILE[#FIELD=VALUE]")
     parser.add_argument("--number", type=int, default=40, help="of texts")
     parser.add_argument("--tokens", type=int, default=256, help="of a text")
-    parser.add_argument("--again", type=int, default=0, help="tokens of a text that come again, and alone are judged")
     parser.add_argument("--weights", choices=["planes"], help="packed so; [default: dense, in float32]")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="acceptance", help="of the results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in ("number", "tokens", "again", "weights", "threads")}
+    settings = {name: getattr(options, name) for name in ("number", "tokens", "weights", "threads")}
     models: dict[str, dict[str, Any]] = {}
     record = {"settings": settings, "environment": environment(torch.device("cpu")), "models": models}
     for place in track(options.models, transient=True):
@@ -66,8 +62,7 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
     else:
         model = load_checkpoint(folder, "float32", "cpu").model
     texts = prompts_of(options.texts, load_tokenizer(folder), options.number, options.tokens)
-    prompt = options.tokens if options.again else 1
-    judged = [Continuation(torch.cat([ids, ids[:, : options.again]], 1), prompt) for ids in texts]
+    judged = [Continuation(ids, 1) for ids in texts]
     drafts = {name: parse_draft(name) for name in options.draft}
     paths = {name: draft for name, draft in drafts.items() if isinstance(draft, LayerPathDrafter)}
     if paths.keys() != drafts.keys():
@@ -81,13 +76,12 @@ def _measured(place: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _report(record: dict[str, Any]) -> str:
     settings = record["settings"]
-    again = f", whose first {settings['again']} come again and alone are judged" if settings.get("again") else ""
     rows = [
         [model, draft, *(Estimate(**figures[name]).shown(3) for name in RATES)]
         for model, drafts in record["models"].items()
         for draft, figures in drafts.items()
     ]
-    said = f"On {settings['number']} held-out texts of {settings['tokens']} tokens{again}, 95 % intervals over texts."
+    said = f"On {settings['number']} held-out texts of {settings['tokens']} tokens, 95 % intervals over texts."
     return f"{said}\n\n{markdown_table(['model', 'draft', *RATES], rows)}\n"
 
 

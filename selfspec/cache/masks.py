@@ -16,8 +16,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.cache.cursors import OpenBlock
-from selfspec.cache.view import EVERYTHING, Seen
-from selfspec.cache.view import sees as sees_top
+from selfspec.cache.view import WHOLE, CacheView
 
 Pattern = Callable[..., Tensor]
 """Says whether a query sees a key, from row, head and positions: tensors that broadcast against each other."""
@@ -36,12 +35,6 @@ def smallest_window(config: PreTrainedConfig) -> int | None:
     return min((span for span in spans if span is not None), default=None)
 
 
-def all_layers_slide(config: PreTrainedConfig) -> bool:
-    """Return whether every layer that has keys has a window or chunks."""
-    types = set(getattr(config, "layer_types", None) or ("sliding_attention",)) & _WITH_KEYS
-    return smallest_window(config) is not None and not types & {"full_attention", "hybrid"}
-
-
 def unknown_layer_types(config: PreTrainedConfig) -> list[str]:
     """Return the layer types for which no mask can be made, since it is not known what their tokens see."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _WITH_KEYS - _WITHOUT_KEYS)
@@ -57,30 +50,28 @@ def attention_mask(
     block: OpenBlock | None = None,
     recurrent: bool = False,
     padded: bool = False,
-    attended: Seen = EVERYTHING,
+    view: CacheView = WHOLE,
 ) -> Any:
     """Make the `attention_mask` of a stock model for a pass; None for full attention that needs none.
 
     It is 4-D, `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. `slots`
     are `[rows or 1, tokens]`; without `block`, slot i holds position i. Windows and chunks count positions, not slots.
-    `recurrent`: some layers have states; `padded`: slots past the last token may be visible. A window of `attended`
-    limits all layers, its top slots those with full attention.
+    `recurrent`: some layers have states; `padded`: slots past the last token may be visible. A window of `view`
+    limits all layers.
     """
-    tokens, window, top = slots.shape[1], attended.view.window, attended.top
+    tokens, window = slots.shape[1], view.window
     # On sdpa a single token per row, all in one slot, needs no mask.
     masks_full = block is not None or padded or slots.shape != (1, 1) or config._attn_implementation != "sdpa"
     slots = slots.expand(rows, tokens)
     allowed = _by_slots(slots) if block is None else _by_positions(block, slots, visible)
 
     def mask(pattern: Pattern) -> Tensor | None:
-        if pattern is causal_mask_function and not masks_full and window is None and top is None:
+        if pattern is causal_mask_function and not masks_full and window is None:
             return None
 
         def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             found = pattern(row, head, query, key)
-            if window is not None:
-                return found & ((query - key < window.recent) | (key < window.sinks))
-            return found & sees_top(top, row, key) if top is not None and pattern is causal_mask_function else found
+            return found if window is None else found & ((query - key < window.recent) | (key < window.sinks))
 
         made: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
             batch_size=rows,

@@ -25,7 +25,7 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_layer import CacheKind, HostLayer, RecurrentLayer, RoundedLayer, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import EVERYTHING, WHOLE, CacheView, Seen, TopSlots
+from selfspec.cache.view import WHOLE, CacheView
 from selfspec.device import has_graphs, to_device
 from selfspec.kernels.trial import runs_triton
 
@@ -43,7 +43,7 @@ class Slots:
     visible: Tensor  # numbers of the slots that the pass looks at, `[visible]`, from 0
     buffers: tuple[Tensor, ...]  # parts of each layer in turn, as `SharedLayer.kept`, `[batch, heads, capacity, ...]`
     block: OpenBlock | None = None  # the open block of the tokens; None: each sees all slots before its own
-    attended: Seen = EVERYTHING
+    view: CacheView = WHOLE
 
 
 class SharedCache(Cache):
@@ -80,7 +80,6 @@ class SharedCache(Cache):
         super().__init__(layers=[_layer_like(recurrent.get(index), self.cursors, kept) for index in range(depth)])
         self._slotted = [layer for layer in self.layers if isinstance(layer, SharedLayer)]
         self._recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
-        self._top: dict[int, TopSlots] = {}
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
@@ -129,7 +128,7 @@ class SharedCache(Cache):
     def end(self) -> None:
         """Drop all but the slots, which another cache may adopt."""
         self._most_bytes = self.most_bytes
-        self._top, self.source = {}, None
+        self.source = None
 
     def adopt(self, ended: SharedCache) -> None:
         """Take the slots of an ended cache of the same model if rows are as many, so that passes find them in place."""
@@ -148,8 +147,6 @@ class SharedCache(Cache):
         held, room = self.cursors.held, self.cursors.room
         if first + rows > held or max(other.seq_lens) > room:
             raise ValueError(f"storage for {held} rows of {room} tokens cannot take {list(other.seq_lens)}")
-        for top in self._top.values():
-            top.join(rows)
         before = self.seq_lens
         self.cursors.seq_lens = [*before, *other.seq_lens]
         self.cursors.offsets = [*self.cursors.offsets, *other.cursors.offsets]
@@ -162,7 +159,6 @@ class SharedCache(Cache):
         """Copy the first tokens of another cache's row here, as the only row. ValueError: states need all tokens."""
         if not self.rolls_back_by_cursor and length != other.seq_lens[row]:
             raise ValueError(f"states are those after {other.seq_lens[row]} tokens, not after {length}")
-        self._top.clear()
         self.cursors.seq_lens = [length]
         self.cursors.offsets = [other.cursors.offsets[row]]
         for own, theirs in zip(self._slotted, other._slotted, strict=True):
@@ -216,16 +212,6 @@ class SharedCache(Cache):
             yield
         finally:
             self.cursors.first = -1
-
-    def top(self, keys: int) -> TopSlots:
-        """Return the slots of drafts that attend to `keys` keys."""
-        if keys not in self._top:
-            self._top[keys] = TopSlots(len(self.seq_lens), keys, self.cursors.device)
-        return self._top[keys]
-
-    def attended(self, view: CacheView) -> Seen:
-        """Return a view with the tensor that says which slots a pass through it attends to now."""
-        return Seen(view, None if view.top_keys is None else self.top(view.top_keys).seen(self.cursors.capacity))
 
     def commit(self, counts: Sequence[int]) -> None:
         """Move each row's cursor over its first tokens of the block. ValueError: the open tree branches among them."""
@@ -289,8 +275,6 @@ class SharedCache(Cache):
 
     def _narrow_places(self, rows: Sequence[int]) -> None:
         """Keep only some rows of all but the slots."""
-        for top in self._top.values():
-            top.narrow(rows)
         self.cursors.narrow(rows)
         for layer in self._recurrent:
             layer.narrow_states(rows)
@@ -335,7 +319,7 @@ class SharedCache(Cache):
             self.cursors.numbers(0, self.cursors.visible(width, first)),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
-            self.attended(view),
+            view,
         )
 
     def write(self, parts: Sequence[Tensor], width: int) -> None:
@@ -362,7 +346,7 @@ class SharedCache(Cache):
         slots]`.
         """
         padded, block = self.cursors.padded(width), self.cursors.block(width, first)
-        plain = self.cursors.uniform and not padded and block is None and view.window is None and view.top_keys is None
+        plain = self.cursors.uniform and not padded and block is None and view == WHOLE
         if plain or not self._slotted:
             return None
         if self.cursors.aligned == "right":
@@ -376,7 +360,7 @@ class SharedCache(Cache):
             block=block,
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
-            attended=self.attended(view),
+            view=view,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

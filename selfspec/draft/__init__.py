@@ -1,5 +1,6 @@
 """The drafters, one in each file: each turns the state of a generation into a Draft."""
 
+from selfspec.draft.cache_window import CacheWindow
 from selfspec.draft.cascade import Cascade
 from selfspec.draft.draft import Budget, Draft, Resume, RowVerdict, Verdict
 from selfspec.draft.drafter import Drafter, FreeProposer, Proposer, Stateless, drafter
@@ -11,7 +12,6 @@ from selfspec.draft.heads.medusa import Medusa
 from selfspec.draft.heads.mtp import MultiTokenPrediction
 from selfspec.draft.heads.queries import QueriesAssistant
 from selfspec.draft.layer_skip import LayerSkip
-from selfspec.draft.less_of_cache import CacheWindow, TopOfCache
 from selfspec.draft.low_precision import LowPrecision
 from selfspec.draft.predicted import Predicted
 from selfspec.draft.prompt_lookup import PromptLookup
@@ -47,7 +47,6 @@ __all__ = [
     "RowsView",
     "Stateless",
     "Suffixes",
-    "TopOfCache",
     "Verdict",
     "chains",
     "drafter",

@@ -114,9 +114,6 @@ class LayerPathProposer(GrowingProposer):
             return step.logits
 
         tree, start = self.tree(rows, budget), self._path.resume_point
-        if self._path.view.top_keys is not None:
-            rows.open_block(tree)
-            rows.runner.choose_top(self._path.view.top_keys, rows.last_tokens)
         # On a CPU no chain leaves states.
         chains = tree.is_chain and (start is None or not on_host(rows.last_tokens.device))
         draws, chain = rows.draws(tree.depth) if chains else None, None

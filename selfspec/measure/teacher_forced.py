@@ -282,7 +282,7 @@ def draft_masks(config: PreTrainedConfig, length: int, reach: int, dtype: torch.
 
 # Tokens of one pass, copies included; tokens of a text that a draft over copies of the cache reads at a time, exactly:
 # more than a draft has.
-_MOST_TOKENS, _PIECE = 4096, 16
+_MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -416,20 +416,10 @@ def draft_step_logits(
 ) -> Tensor:
     """Return the logits of draft steps at all positions of a text, `[1, tokens, vocab]`."""
     length = ids.shape[1]
-    cache = adapter.shared_cache(model, 1, length + _PIECE, _PIECE)
+    cache = adapter.shared_cache(model, 1, length, 0)
     cache.cursors.reserve(length)
     runner = ModelRunner(model, adapter, cache, substitutes)
-    path = drafter.path(runner.depth)
-    if path.view.top_keys is None:
-        return runner.run(PassRequest(path, ids, head=drafter.head)).logits
-    # What the target attended to is of tokens that it has read.
-    found = []
-    for piece in ids.split(_PIECE, 1):
-        runner.choose_top(path.view.top_keys, piece[:, :1])
-        found.append(runner.run(PassRequest(path, piece, head=drafter.head)).logits)
-        runner.prefill(piece, [piece.shape[1]])
-        cache.commit([piece.shape[1]])
-    return torch.cat(found, 1)
+    return runner.run(PassRequest(drafter.path(runner.depth), ids, head=drafter.head)).logits
 
 
 def _read_together(texts: Sequence[Continuation], reach: int) -> Iterator[list[int]]:

@@ -12,7 +12,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.architecture import Adapter
 from selfspec.cache.shared_cache import recurrent_layers
-from selfspec.cache.view import EVERY
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import weight_of
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -85,14 +84,12 @@ def cache_bytes_of_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPath, lengths: Sequence[int]) -> float:
     """Count the bytes of keys and values that a pass over one token per row reads."""
     read = 0.0
-    view = path.view
-    of_view = None if view.window is None else view.window.recent + view.window.sinks
+    window = path.view.window
+    of_view = None if window is None else window.recent + window.sinks
     for layer, cache in enumerate(layer_caches(config)):
         if not path.runs(Sublayer(layer, Part.ATTENTION)):
             continue
         seen = [most for most in (cache.window, of_view) if most is not None]
-        if view.top_keys is not None and cache.window is None:
-            seen = [view.top_keys + EVERY // 2]
         read += cache.numbers * dtype.itemsize * sum(min(length, *seen) if seen else length for length in lengths)
     return read
 

@@ -102,8 +102,8 @@ class CudaGraphs(Runtime):
         return _Graphs(function, 0, self._recorder(device), self._recorder(device).places)
 
     def chain(self, program: Function, first: PassTensors, draws: Draws | Races) -> Chain | None:
-        # What steps copy from the host, and what they see of a cache for drafts, changes from step to step.
-        moves = first.slots.attended.top is not None or any(on_host(each.device) for each in first.slots.buffers)
+        # What steps copy from the host changes from step to step.
+        moves = any(on_host(each.device) for each in first.slots.buffers)
         if isinstance(draws, Draws) or moves:
             return None
         assert isinstance(program, _Graphs)

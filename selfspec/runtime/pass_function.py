@@ -16,7 +16,6 @@ from selfspec.cache.masks import attention_mask
 from selfspec.cache.shared_cache import LAYERS, SharedCache, Slots
 from selfspec.cache.shared_layer import CacheKind, SharedLayer, from_host
 from selfspec.cache.source import ReadSource, Source
-from selfspec.cache.view import Seen
 from selfspec.device import on_host
 from selfspec.model.gated_view import ExactStates, GatedModel
 from selfspec.model.layer_path import LayerPath
@@ -78,8 +77,7 @@ class PassTensors:
         block = () if slots.block is None else slots.block.tensors
         places = (slots.slot_mapping, slots.positions, slots.visible, *block)
         source = () if self.source is None else self.source.flat()
-        top = () if slots.attended.top is None else (slots.attended.top,)
-        return (self.tokens, *places, *entering, *source, *top, *slots.buffers)
+        return (self.tokens, *places, *entering, *source, *slots.buffers)
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class PassFunction:
             self.dtype,
             block=slots.block,
             padded=padded,
-            attended=slots.attended,
+            view=slots.view,
         )
 
     def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
@@ -147,10 +145,7 @@ class PassFunction:
             masks, rest = rest[: self.kind.masked_source], rest[self.kind.masked_source :]
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
-        view, top = self.kind.path.view, None
-        if view.top_keys is not None:
-            top, *rest = rest
-        slots = Slots(slot_mapping, positions, visible, tuple(rest), block, Seen(view, top))
+        slots = Slots(slot_mapping, positions, visible, tuple(rest), block, self.kind.path.view)
         return PassTensors(tokens, entering, slots, source)
 
 

@@ -27,7 +27,7 @@ from selfspec.model.layer_path import LayerPath
 from selfspec.model.positions import RowPositions
 from selfspec.model.substitutes import Substitutes
 from selfspec.model.view import is_streamed, view_with_parts
-from selfspec.runtime.attention import AttentionShares, for_new_lengths
+from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.graph_cache import BoundPrograms, GraphCache
 from selfspec.runtime.model_state import frozen_view, is_watched
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors, beside_source, model_inputs, run_view
@@ -71,7 +71,6 @@ class ModelRunner:
         self._takes_positions = takes_positions(model)
         self._cache_name = cache_argument(model)
         self._gated: dict[Runs, GatedModel] = {}
-        self._shares: AttentionShares | None = None
 
     def over(self, cache: SharedCache) -> ModelRunner:
         """Return a runner of the same model, with the same views, over another cache for it."""
@@ -126,21 +125,6 @@ class ModelRunner:
             logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._kept(1)).logits
         # A model's own code may take the option and give all of them.
         return logits[:, -1:]
-
-    def choose_top(self, keys: int, tokens: Tensor) -> None:
-        """Choose the slots for drafts that attend to `keys` keys, once the choice is due in a row.
-
-        It takes a stock step over the last committed tokens, `[batch, 1]`, whose keys and values verification writes
-        again.
-        """
-        top, lengths = self.cache.top(keys), self.cache.seq_lens
-        if not top.due(lengths):
-            return
-        if self._shares is None:
-            self._shares = AttentionShares(self._viewed)
-        with self._reading(PassRequest(LayerPath.full(self.depth), tokens)), self._shares.noted() as shares:
-            self._run_for_states(self._shares.module, tokens)
-        top.choose(shares[0], lengths, [row for row, length in enumerate(lengths) if length > keys])
 
     def end(self) -> None:
         """Give back what the next text may use."""

@@ -183,15 +183,6 @@ def test_substitutes_of_all_layers_are_compared_in_one_wait(accelerator: Acceler
     assert waits == [2, 2]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_keys_are_chosen_without_a_wait_and_read_by_captured_passes(accelerator: Accelerator, rows: int) -> None:
-    model = model_on(accelerator, max_position_embeddings=256)
-    ids, name = prompts(accelerator, rows).repeat(1, 12), "exit:1+top:128"
-    spec = selfspec.wrap(model, name, draft_length=3, runtime=selfspec.runtime.Eager())
-    assert_one_wait(spec, accelerator, ids)
-    assert any(kind.path.view.top_keys == 128 for kind in captured(model, name, ids).proved)
-
-
 @pytest.mark.parametrize("kind", published_heads.FAMILIES)
 def test_heads_draft_without_a_wait_of_their_own(accelerator: Accelerator, tmp_path: Path, kind: str) -> None:
     model, draft = published_heads.with_head(kind, tmp_path)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from helpers.encoder_decoders import encoder_decoder
-from selfspec.cache.view import CHUNK
 from selfspec.draft import (
     Budget,
     CacheWindow,
@@ -33,7 +30,6 @@ from selfspec.draft import (
     RowsView,
     Stateless,
     Suffixes,
-    TopOfCache,
     drafter,
 )
 from selfspec.draft.registry import declarations, draft_name, kinds, parse_draft
@@ -92,7 +88,7 @@ exit:4 int8 int4 int4+exit:20 lookup+int4+exit:2 int4+skip:layers=2 lookup+int8+
 skip:attn=3,5;mlp=4;layers=7,8,9 lookup suffix recycle lookup+recycle lookup+exit:4 exit:4+lookup
 recycle+exit:2 lookup+recycle+int8 lookup+suffix+recycle+int8+exit:3
 int8+window:512 exit:4+window:64 lookup+int8+window:128
-int8+top:512 exit:4+top:256 lookup+int8+top:128 none
+none
 """
 
 
@@ -138,7 +134,7 @@ def test_the_docs_list_what_is_declared() -> None:
     assert "\n".join(["|---|---|---|", *rows, ""]) in (ROOT / "docs/api/drafts.md").read_text()
     listed = (ROOT / "docs/drafts.md").read_text()
     unlisted = {each.name for each in declarations() if f"`{each.name}" not in listed}
-    assert unlisted == {"vocab", "window", "top"}
+    assert unlisted == {"vocab", "window"}
 
 
 def test_classes_are_named_by_their_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +180,6 @@ def test_a_package_of_ones_own_is_known_everywhere(tmp_path: Path) -> None:
     run("bench", "demo", "--draft", "bigram", "--arm", "draft", "--temperature", "0", *short)
 
 
-KEYS = 4 * CHUNK
 INT8 = LowPrecision()
 SUBLAYERS = ("attention", "mlp", "layers")
 
@@ -216,7 +211,6 @@ NAMES = {
     "no_such_module:Class": "write exit:E, head:FOLDER",
     "int3": "int4",
     "": "write exit:E, head:FOLDER",
-    **dict.fromkeys(("top:512", "int8+top", "int8+top:", "int8+top:-1", "lookup+top:512"), r"such as int8\+top:512"),
     **dict.fromkeys(("window:512", "int8+window", "int8+window:", "int8+window:-1"), r"such as int8\+window:512"),
     **dict.fromkeys(("lookup+window:9", "int8+window:٣", f"int8+window:{10**23}"), r"such as int8\+window:512"),
     **dict.fromkeys(("lookup+lookup", "recycle+recycle", "lookup+" * 30 + "exit:2"), "name each draft once"),
@@ -278,8 +272,8 @@ def _of_skips() -> list[Refused]:
 
 def _values() -> list[Refused]:
     exits: Any = EarlyExit
-    of: Any = {kind.__name__: kind for kind in (CacheWindow, TopOfCache, ReducedVocabulary)}
-    window, top, _ = of.values()
+    of: Any = {kind.__name__: kind for kind in (CacheWindow, ReducedVocabulary)}
+    window, _ = of.values()
     found: list[Refused] = _of_skips()
     found += [(lambda x=x: exits(x).path(4), r"must be an integer.*EarlyExit\(layer=4\)") for x in (True, 2.0)]
     found += [
@@ -292,11 +286,7 @@ def _values() -> list[Refused]:
         *found,
         *((lambda x=x: window(INT8, x), "recent is an integer from 1") for x in (0, True, 10**23)),
         (lambda: window(INT8, 8, -1), "sinks is an integer from 0"),
-        *((lambda x=x: top(INT8, x), f"at least {KEYS} keys") for x in (KEYS - 1, True)),
-        (lambda: top(top(INT8)).path(4), "one part of the cache"),
-        (lambda: top(window(INT8)).path(4), "one part of the cache"),
-        (lambda: window(top(INT8)).path(4), "one part of the cache"),
-        (lambda: window(window(INT8, 8), 8).path(4), "one part of the cache"),
+        (lambda: window(window(INT8, 8), 8).path(4), "one window of the cache"),
         (lambda: LowPrecision(layers=[3], fewer=EarlyExit(2)).check(4), "leaves none"),
         (lambda: LowPrecision(fewer=EarlyExit(99)).check(4), "out of range"),
         *((lambda k=k: k(PromptLookup(), 8), "needs a drafter along a path") for k in of.values()),
@@ -309,20 +299,10 @@ def test_values(make: Callable[[], object], words: str) -> None:
         make()
 
 
-def _hooked() -> PreTrainedModel:
-    model = tiny.llama(num_hidden_layers=2)
-    for layer in model.model.layers:
-        layer.self_attn.forward = MethodType(type(layer.self_attn).forward, layer.self_attn)
-    return model
-
-
 MODELS: list[tuple[Callable[[], PreTrainedModel], Any, str]] = [
     (tiny.llama, EarlyExit(9), "out of range"),
     (tiny.llama, Cascade(PromptLookup(), EarlyExit(9)), "out of range"),
     (tiny.llama, ReducedVocabulary(EarlyExit(1), (3, 50)), "token 50"),
-    (lambda: encoder_decoder("bart"), TopOfCache(INT8), "cannot be seen; draft with int8 alone"),
-    (_hooked, TopOfCache(EarlyExit(1)), "cannot be seen; draft with exit:1 alone"),
-    (tiny.BUILDERS["mistral"], TopOfCache(INT8), "attends to a window already; draft with int8 alone"),
 ]
 
 
@@ -332,8 +312,7 @@ def test_models(build: Callable[[], PreTrainedModel], draft: Any, words: str) ->
         selfspec.wrap(build(), draft)
 
 
-@pytest.mark.parametrize("kind", [CacheWindow, TopOfCache])
-def test_models_that_make_their_masks_themselves(llama: PreTrainedModel, kind: Any) -> None:
+def test_models_that_make_their_masks_themselves(llama: PreTrainedModel) -> None:
     adapter = replace(find_adapter(llama), ragged="padding")
     with pytest.raises(DraftConfigError, match="draft with int8 alone"):
-        selfspec.wrap(llama, kind(INT8), adapter=adapter)
+        selfspec.wrap(llama, CacheWindow(INT8), adapter=adapter)

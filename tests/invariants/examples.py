@@ -127,7 +127,7 @@ EXAMPLES: dict[str, Example] = {
     "recycle:3": Example(Recycling(candidates=3)),
     "exit:2+vocab": Example(_reduced),
     "upper": Example("upper", _in_planes),
-    "int8+top:128": Example("int8+top:128", _llama),
+    "int8+window:64": Example("int8+window:64", _llama),
     "eagle:1": Example(_published("eagle1")),
     "eagle:3": Example(_published("eagle3", **_LOW)),
     "lookup+int8+eagle:3": Example(_published("eagle3", "lookup+int8+", **_LOW)),

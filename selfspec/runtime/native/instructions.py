@@ -51,13 +51,12 @@ MEMORY, FIRST_TENSOR = 0, 10
 class Sight:
     """Says which slots tokens see before them.
 
-    `sliding` is how many positions they look back over, themselves included; None: over all. Of these a draft attends
-    to a `window`, or, if `top`, to those that `TopSlots` has chosen.
+    `sliding` is how many positions they look back over, themselves included; None: over all. Of these a draft may
+    attend to a `window`.
     """
 
     sliding: int | None
     window: Window | None
-    top: bool
 
 
 @dataclass(eq=False)

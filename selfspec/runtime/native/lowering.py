@@ -450,7 +450,7 @@ class _Lowering:
         if sight.window is not None and self._tree and sight.window.recent < MOST_NODES:
             raise RecordingError("programs take no window that ends within a tree")
         recent, sinks = (0, 0) if sight.window is None else (sight.window.recent, sight.window.sinks)
-        how = [False, self._uniform, self._tree, sight.sliding or 0, recent, sinks, sight.top, float(scale), float(cap)]
+        how = [False, self._uniform, self._tree, sight.sliding or 0, recent, sinks, 0, float(scale), float(cap)]
         return self._attended(queries, keys, values, how, NOWHERE)
 
     def _attend_to_source(self, node: Any) -> Value:

@@ -98,11 +98,10 @@ class _Program:
         self._kept = kept
         flat = example.flat()
         slots, source = example.slots, example.source
-        self._slots, self._top, self._cross, *self._block = _places(
+        self._slots, self._cross, *self._block = _places(
             flat,
             [
                 slots.slot_mapping,
-                slots.attended.top,
                 None if source is None else source.cross[0],
                 *((None, None, None) if slots.block is None else slots.block.tensors),
             ],
@@ -181,10 +180,9 @@ class _Program:
         start, depths, sees = (0 if place < 0 else addresses[place] for place in self._block)
         nodes = 0 if self._block[1] < 0 else len(tensors[self._block[1]])
         places = 0 if self._cross < 0 else tensors[self._cross].shape[2]
-        top, words = (0, 0) if self._top < 0 else (addresses[self._top], tensors[self._top].shape[1])
         capacity = tensors[self._buffers.start].shape[2]
         aligned = -(-memory.data_ptr() // _LINE) * _LINE
-        given = (aligned, capacity, addresses[self._slots], start, depths, sees, nodes, places, top, words)
+        given = (aligned, capacity, addresses[self._slots], start, depths, sees, nodes, places, 0, 0)
         return native.words((*given, *addresses))
 
     def _run(self, addresses: native.Words) -> None:
@@ -297,9 +295,8 @@ def _sight(name: str | None, function: PassFunction) -> Sight:
     """Return the slots that tokens see under the mask of a type of layers."""
     if name not in ("full_attention", "sliding_attention", None):
         raise RecordingError(f"masks of {name} are not known to programs")
-    view = function.kind.path.view
     sliding = None if name == "full_attention" else getattr(function.config, "sliding_window", None)
-    return Sight(sliding, view.window, view.top_keys is not None and sliding is None)
+    return Sight(sliding, function.kind.path.view.window)
 
 
 def _can_be_recorded(module: nn.Module) -> bool:

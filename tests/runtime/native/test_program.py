@@ -237,22 +237,6 @@ def test_trees_attend_to_a_window_that_holds_them() -> None:
         assert bool(spec.programs.refusals) != known
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_chosen_slots_are_attended_to(family: str) -> None:
-    model, ids = built(family, context=512), tiny.prompt(240, 2, vocabulary=64)
-    mask = torch.ones_like(ids)
-    ids[1, :50] = mask[1, :50] = 0
-    for nodes in (3, 7):
-        spec = wrapped(model, Native(after=0), selfspec.drafts.TopOfCache(selfspec.drafts.LowPrecision(), 128))
-        options: dict[str, Any] = {"max_new_tokens": 80, "do_sample": False, "attention_mask": mask}
-        found = spec.generate(ids, draft_length=selfspec.FixedLength(3, nodes=nodes), **options).sequences
-        assert found.tolist() == model.generate(ids, **options).tolist()
-        assert any(
-            kind.path.view.top_keys == 128 and (kind.nodes is None) == (nodes == 3) for kind in spec.programs.proved
-        )
-        assert not spec.programs.refusals
-
-
 @torch.no_grad()
 def test_what_is_not_finite_stays_so() -> None:
     model = built("llama")

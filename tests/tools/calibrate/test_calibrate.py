@@ -78,9 +78,8 @@ def test_drafts_that_are_given_take_the_place_of_exits_and_of_nothing_else() -> 
     exact, low = ["exit:1", "exit:2", "exit:3"], ["int8", "int4", "int8+exit:1", "int8+exit:2", "int8+exit:3"]
     assert list(considered(4, None)) == [*exact, *low, "mtp"]
     assert list(considered(4, None, 1023)) == list(considered(4, None))
-    over_less = {"int8+window:512", "int8+top:512"}
-    assert {*considered(4, None, 1024)} - {*considered(4, None)} == over_less
-    assert "int8+top:512" in considered(4, [EarlyExit(1)], 1024)
+    assert {*considered(4, None, 1024)} - {*considered(4, None)} == {"int8+window:512"}
+    assert "int8+window:512" in considered(4, [EarlyExit(1)], 1024)
     # Fewer bits and what checkpoints bring along need no training, and are never dropped for what was named.
     assert list(considered(4, [LayerSkip(layers=[1])])) == ["skip:layers=1", "int8", "int4", "mtp"]
     assert list(considered(4, [LowPrecision(4), EarlyExit(1)])) == ["int4", "exit:1", "int8", "mtp"]
