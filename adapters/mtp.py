@@ -11,7 +11,7 @@ _BESIDE_THE_MODEL = MtpLayout(
     hidden="mtp.pre_fc_norm_hidden",
     projection="mtp.fc",
     norm="mtp.norm",
-    block="mtp.layers.{i}.",
+    block="mtp.layers.0.",
     counts=("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"),
     config=(("layer_types", ["full_attention"]), ("mlp_only_layers", []), ("decoder_sparse_step", 1)),
 )
@@ -19,11 +19,11 @@ _BESIDE_THE_MODEL = MtpLayout(
 LAYOUTS: dict[str, MtpLayout] = {
     # MiMo 7B: but for the module a Qwen2, and so it is loaded.
     "qwen2": MtpLayout(
-        embedding="mtp_layers.{i}.token_layernorm",
-        hidden="mtp_layers.{i}.hidden_layernorm",
-        projection="mtp_layers.{i}.input_proj",
-        norm="mtp_layers.{i}.final_layernorm",
-        block="mtp_layers.{i}.",
+        embedding="mtp_layers.0.token_layernorm",
+        hidden="mtp_layers.0.hidden_layernorm",
+        projection="mtp_layers.0.input_proj",
+        norm="mtp_layers.0.final_layernorm",
+        block="mtp_layers.0.",
         hidden_first=True,
         reads="last",
         config=(("layer_types", ["full_attention"]),),
@@ -34,13 +34,11 @@ LAYOUTS: dict[str, MtpLayout] = {
     "glm4v_moe_text": _BEHIND_THE_LAYERS,
     "hy_v3": MtpLayout(norm="layers.{n}.final_layernorm", config=(("mlp_layer_types", ["sparse"]),)),
     "mimo_v2_flash": MtpLayout(
-        embedding="mtp.layers.{i}.enorm",
-        hidden="mtp.layers.{i}.hnorm",
-        projection="mtp.layers.{i}.eh_proj",
-        norm="mtp.layers.{i}.final_layernorm",
-        block="mtp.layers.{i}.",
-        # Each of its modules reads the model's states, as its authors serve it.
-        passes_on="read",
+        embedding="mtp.layers.0.enorm",
+        hidden="mtp.layers.0.hnorm",
+        projection="mtp.layers.0.eh_proj",
+        norm="mtp.layers.0.final_layernorm",
+        block="mtp.layers.0.",
         renames=(("pre_mlp_layernorm", "post_attention_layernorm"),),
         config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["dense"])),
     ),
@@ -64,11 +62,11 @@ LAYOUTS: dict[str, MtpLayout] = {
         _BESIDE_THE_MODEL, config=(("layer_types", ["sliding_attention"]), ("mlp_layer_types", ["sparse"]))
     ),
     "ernie4_5_moe": MtpLayout(
-        embedding="mtp_emb_norm.{i}",
-        hidden="mtp_hidden_norm.{i}",
-        projection="mtp_linear_proj.{i}",
+        embedding="mtp_emb_norm.0",
+        hidden="mtp_hidden_norm.0",
+        projection="mtp_linear_proj.0",
         norm=None,
-        block="mtp_block.{i}.",
+        block="mtp_block.0.",
         # Its layer is dense.
         config=(("moe_layer_start_index", 1), ("moe_layer_end_index", 0)),
     ),

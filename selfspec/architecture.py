@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -217,18 +216,18 @@ class Adapter:
 
 @dataclass(frozen=True)
 class OfModule:
-    """Names a list in the model's config, with one value for each MTP module, from which a config value is read."""
+    """Names a list in the model's config, with one value for each MTP module, of which the first is taken."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """Says where the parts of an MTP module lie in an architecture's checkpoints.
+    """Says where the parts of the first MTP module lie in an architecture's checkpoints.
 
-    Module i computes h' = block(projection [embedding norm (e) ; hidden norm (h)]) from a state h and the embedding e
-    of the token after it; norm (h') goes through the model's head. In names `{i}` is the number of a module, and `{n}`
-    is this number plus the number of the model's layers; prefixes of a checkpoint's names are left out.
+    It computes h' = block(projection [embedding norm (e) ; hidden norm (h)]) from a state h and the embedding e of the
+    token after it; norm (h') goes through the model's head. In names `{n}` is the number of the model's layers;
+    prefixes of a checkpoint's names are left out.
     """
 
     embedding: str = "layers.{n}.enorm"  # its norm over embeddings
@@ -242,7 +241,6 @@ class MtpLayout:
     hidden_first: bool = False  # True if the projection reads [h ; e]
     reads: Literal["last", "normed"] = "normed"  # the state of the model that it reads: before or after the final norm
     recycles: Literal["last", "normed"] = "normed"  # the state of its own that it continues from
-    passes_on: Literal["made", "read"] = "made"  # the states that the next module reads: this one made, or read them
     renames: tuple[tuple[str, str], ...] = ()  # parts of names in the checkpoint, each with its name here or in layers
     config: tuple[
         tuple[str, Any], ...
@@ -253,32 +251,23 @@ class MtpLayout:
         found = (getattr(config, name, None) for name in self.counts)
         return next((count for count in found if type(count) is int), 0)
 
-    def held(self, names: Iterable[str], depth: int) -> int:
-        """Count the modules with weights among these names, in a checkpoint of a model of `depth` layers."""
-        listed = list(names)
-        # In some checkpoints all modules share the norms and the projection.
-        modules = (self.renamed(listed, depth, module).values() for module in count())
-        return next(
-            number for number, parts in enumerate(modules) if not any(part.startswith("block.") for part in parts)
-        )
+    def renamed(self, names: Iterable[str], depth: int) -> dict[str, str]:
+        """Map names of its weights to `embedding`, `hidden`, `projection`, `norm`, `head` or `block.`, and their ends.
 
-    def renamed(self, names: Iterable[str], depth: int, module: int = 0) -> dict[str, str]:
-        """Map names of a module's weights to `embedding`, `hidden`, `projection`, `norm`, `head` or `block.`, and ends.
-
-        The keys are the checkpoint's names; there are none if it has no such module. The model has `depth` layers.
+        The keys are the checkpoint's names; there are none if it has no module. The model has `depth` layers.
         """
         listed = {self._renamed(name): name for name in names}
-        places = {part: self._at(getattr(self, part), depth, module) for part in ("embedding", "hidden", "projection")}
+        places = {part: getattr(self, part).format(n=depth) for part in ("embedding", "hidden", "projection")}
         norms = re.compile(rf"(?:.*\.)?{re.escape(places['embedding'])}\.weight")
         first = next((name for name in listed if norms.fullmatch(name)), None)
         if first is None:
             return {}
         before = first.removesuffix(f"{places['embedding']}.weight")
         optional = {"norm": self.norm, "head": self.head}
-        places |= {part: self._at(place, depth, module) for part, place in optional.items() if place is not None}
+        places |= {part: place.format(n=depth) for part, place in optional.items() if place is not None}
         ends = (".weight", ".weight_scale_inv", ".bias")
         found = {f"{before}{place}{end}": part + end for part, place in places.items() for end in ends}
-        block = before + self._at(self.block, depth, module)
+        block = before + self.block.format(n=depth)
         inside = {name: "block." + name.removeprefix(block) for name in listed if name.startswith(block)}
         # The embeddings and the head are the model's; some checkpoints have a copy of them here.
         rest = {
@@ -293,10 +282,6 @@ class MtpLayout:
         for there, here in self.renames:
             name = name.replace(there, here)
         return name
-
-    @staticmethod
-    def _at(place: str, depth: int, module: int) -> str:
-        return place.format(i=module, n=depth + module)
 
 
 def modules_in(module: nn.Module) -> dict[nn.Module, None]:

@@ -381,13 +381,13 @@ WRITERS: dict[str, Callable[[Path, PreTrainedModel], str]] = {
     "hydra": hydra,
     "dflash": dflash,
 }
-FAMILIES = (*WRITERS, "mtp", "mtp2")
-"""Kinds of heads, as `with_head` names them; the last has two modules."""
+FAMILIES = (*WRITERS, "mtp")
+"""Kinds of heads, as `with_head` names them."""
 
 
 def with_head(kind: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, str]:
     """Make a tiny model in float64 and a head for it, and return the model and the name of the draft."""
-    if kind.startswith("mtp"):
-        return mtp(folder, "glm4_moe", modules=int(kind[3:] or 1), **options).model, "mtp"
+    if kind == "mtp":
+        return mtp(folder, "glm4_moe", **options).model, "mtp"
     model = tiny.llama(num_hidden_layers=6, **options)
     return model, f"{kind.rstrip('13')}:{WRITERS[kind](folder, model)}"

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.joints import assert_rows_are_stock
+from helpers.published_heads import MtpCheckpoint
 from selfspec.draft import Draft, RowsView
 
 Weights = dict[str, Tensor]
@@ -188,24 +189,25 @@ def eagle1(model: PreTrainedModel, weights: Weights) -> Logits:
     return logits
 
 
-def mtp(model: PreTrainedModel, blocks: Sequence[PreTrainedModel], weights: Sequence[Weights], kind: str) -> Logits:
-    """Modules for multi-token prediction in their order: what they give after a text and draft tokens, `[vocab]`."""
-    text: Any = blocks[0].config.get_text_config()
+def mtp(checkpoint: MtpCheckpoint, kind: str) -> Logits:
+    """The first module for multi-token prediction: what it gives after a text and draft tokens, `[vocab]`."""
+    model, block, weights = checkpoint.model, checkpoint.blocks[0], checkpoint.weights[0]
+    text: Any = block.config.get_text_config()
     eps = getattr(text, "rms_norm_eps", 1e-6)
     # Norms of some families are kept as what they differ from 1 by.
     beyond = 1.0 if kind.startswith(("qwen3", "step")) else 0.0
     # MiMo is a Qwen2, whose module reads the state before the final norm, and reads it first.
     mimo = kind == "qwen2"
 
-    def made(module: int, states: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """What a module's layer makes of states and the tokens that belong to them, and the norm of it."""
-        outermost: Any = blocks[module].get_decoder()
+    def made(states: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """What its layer makes of states and the tokens that belong to them, and the norm of it."""
+        outermost: Any = block.get_decoder()
         embedded = model.get_input_embeddings()(torch.tensor(tokens))
         parts = [
-            norm(embedded, weights[module]["embedding"] + beyond, eps),
-            norm(states, weights[module]["hidden"] + beyond, eps),
+            norm(embedded, weights["embedding"] + beyond, eps),
+            norm(states, weights["hidden"] + beyond, eps),
         ]
-        inputs = linear(torch.cat(parts[::-1] if mimo else parts, -1), weights[module]["projection"])[None]
+        inputs = linear(torch.cat(parts[::-1] if mimo else parts, -1), weights["projection"])[None]
         found: list[Any] = []
         hook = outermost.layers[0].register_forward_hook(lambda _, __, output: found.append(output))
         normed = outermost(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
@@ -218,22 +220,13 @@ def mtp(model: PreTrainedModel, blocks: Sequence[PreTrainedModel], weights: Sequ
     def logits(text: list[int], drafted: list[int]) -> Tensor:
         known, last = states_of(model, text[:-1])
         before = mimo or kind == "step3p7"
-        states, tokens = last if before else known[-1][0], [*text, *drafted]
-        for place in range(len(drafted) + 1):
-            # Each module reads the states of the one before it, and the token after that one's. The last goes on.
-            module = min(place, len(blocks) - 1)
-            if place <= module:
-                # All modules of MiMo-V2 read the model's states.
-                if place == 0 or kind != "mimo_v2_flash":
-                    read = states
-                first = 1 + place
-            else:
-                read = torch.cat([read, states[-1:]])
-            output, normed = made(module, read, tokens[first : first + len(read)])
-            states = output if kind == "step3p7" else normed
-        assert first + len(read) == len(tokens)
-        if "head" in weights[module]:
-            return linear(normed[-1], weights[module]["head"])
+        read, tokens = last if before else known[-1][0], [*text, *drafted]
+        for _ in range(len(drafted) + 1):
+            output, normed = made(read, tokens[1 : 1 + len(read)])
+            read = torch.cat([read, (output if kind == "step3p7" else normed)[-1:]])
+        assert len(read) == len(tokens)
+        if "head" in weights:
+            return linear(normed[-1], weights["head"])
         found: Tensor = model.get_output_embeddings()(normed[-1])
         return found
 

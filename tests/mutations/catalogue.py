@@ -51,7 +51,7 @@ _MIXES = "test_rows.py"
 _UNROLLED = "test_each_unrolled_step_says_what_the_saved_head_drafts"
 _TABLES = "test_rows_on_both_sides_of_the_place_and_across_it_are_what_they_are_alone"
 _BOUND = "test_the_bound_of_a_server_counts_the_heads_own_cache"
-_MODULES = "test_several_modules_draft_in_their_order"
+_MODULES = "test_the_first_of_several_modules_drafts_all_tokens"
 _TRITON = "test_the_interpreter_gives_what_torch_gives"
 _WORDS_APART = "test_timestamps_of_tokens_in_two_threads_leave_the_model_as_it_was"
 _AROUND = "test_what_runs_around_the_layers_counts"
@@ -670,8 +670,8 @@ CATALOGUE = (
     Mutation("an MTP module goes on from its state before the norm", "_Module.head",
         "layout.recycles", "'last'",
         ("test_a_module_drafts_what_it_was_trained_for[glm4_moe-FixedLength(length=3, nodes=6)]",)),
-    Mutation("the last of several MTP modules drafts all tokens but the first", "ModulesInOrder.after",
-        "modules[depth]", "modules[-1]", (_MODULES,)),
+    Mutation("the second of several MTP modules drafts", "MtpLayout.renamed", "self.block.format(n=depth)",
+        "self.block.format(n=depth + 1)", (_MODULES,)),
     Mutation("blocks of a weight in float8 are divided by their scales", "dequantised",
         "weight.float() * spread[_1]", "weight.float() / spread[_1]",
         ("test_a_module_in_float8_drafts_what_its_blocks_say",)),

@@ -82,15 +82,15 @@ class DFlash(LayersFromFolder):
         return self._config.size - 1
 
     @torch.no_grad()
-    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+    def head(self, model: PreTrainedModel) -> Head:
         layers = causal_lm(self.layers_config(), None)
         hidden, read = self._shapes["fc.weight"]
         with torch.device("meta"):
             fusion = BlockFusion(read, hidden, inside_of(layers).norm)
-        return [assembled(model, layers, fusion, self.weights(), self.source, "normed")]
+        return assembled(model, layers, fusion, self.weights(), self.source, "normed")
 
-    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> BlockProposer:
-        return BlockProposer(self, rows, heads)
+    def proposer(self, rows: RowsView, head: Head) -> BlockProposer:
+        return BlockProposer(self, rows, head)
 
 
 class BlockFusion(Fusion):
@@ -115,8 +115,8 @@ class BlockProposer(PairProposer):
 
     kept = 0
 
-    def __init__(self, drafter: DFlash, rows: RowsView, heads: Sequence[Head]) -> None:
-        super().__init__(drafter, rows, heads)
+    def __init__(self, drafter: DFlash, rows: RowsView, head: Head) -> None:
+        super().__init__(drafter, rows, head)
         self._config = drafter._config
 
     def propose(self, rows: RowsView, budget: Budget) -> Draft:
@@ -156,11 +156,10 @@ class BlockProposer(PairProposer):
         guesses = base.norm(states[:, config.first : config.first + depth])
         return self.head.spread(self.head.layers.get_output_embeddings()(guesses), self._vocabulary)
 
-    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> Tensor:
+    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
         tables = self._tables(states)
         for number in range(len(self._base.layers)):
             self._store(number, states, tables)
-        return states
 
     @property
     def _base(self) -> Any:

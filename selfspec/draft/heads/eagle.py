@@ -89,7 +89,7 @@ class Eagle(LayersFromFolder):
         super().check(depth)
 
     @torch.no_grad()
-    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+    def head(self, model: PreTrainedModel) -> Head:
         weights, config = self.weights(), self.layers_config()
         config.attention_bias = "layers.0.self_attn.q_proj.bias" in weights
         kernel, third = model.config._attn_implementation, self._is_third
@@ -99,7 +99,7 @@ class Eagle(LayersFromFolder):
             inside.layers[0].input_layernorm = inside.norm = nn.Identity()
             weights = {name: weight for name, weight in weights.items() if not name.startswith("lm_head.")}
         recycled = self._config.recycled if self._is_third else "last"
-        return [assembled(model, layers, self._fusion(config), weights, self.source, recycled)]
+        return assembled(model, layers, self._fusion(config), weights, self.source, recycled)
 
     def _fusion(self, own: Any) -> Fusion:
         width, read = self._shapes["fc.weight"]

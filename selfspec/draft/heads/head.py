@@ -45,7 +45,6 @@ class Head:
     recycled: Literal["last", "normed"]  # its own state that stands for a drafted token
     embed: nn.Module
     tokens: Tensor | None  # ids that it can draft, in the order of its logits; None: all
-    passes_on: Literal["made", "read"] = "made"  # states that the module behind it reads: it made them, or it read them
     format: Format | None = None  # of its linear layers; None: they have the dtype of the target
 
     def packed(self, format: Format, substitutes: Substitutes) -> Head:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Hydra(FromFolder, HeadDrafter):
         return OwnBytes(size, cache_bytes_of_token(one_layer_config(model), model.dtype))
 
     @torch.no_grad()
-    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
+    def head(self, model: PreTrainedModel) -> Head:
         layers, weights = causal_lm(one_layer_config(model), None), self.weights()
         # The guesses of the prefix layer itself are not used, and its embeddings are the model's.
         prefix = {name.removeprefix(_PREFIX): each for name, each in weights.items() if name.startswith(_PREFIX)}
@@ -71,10 +71,10 @@ class Hydra(FromFolder, HeadDrafter):
         fusion = HydraFusion(own)
         # Its weights are in place already.
         prefix |= dict(fusion.named_parameters())
-        return [assembled(model, layers, fusion, prefix, self.source, "normed")]
+        return assembled(model, layers, fusion, prefix, self.source, "normed")
 
-    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> HydraProposer:
-        return HydraProposer(self, rows, heads)
+    def proposer(self, rows: RowsView, head: Head) -> HydraProposer:
+        return HydraProposer(self, rows, head)
 
 
 class HydraFusion(Fusion):

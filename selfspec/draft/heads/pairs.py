@@ -54,24 +54,23 @@ class HeadDrafter(Drafter):
         return self.features(depth)
 
     @abstractmethod
-    def heads(self, model: PreTrainedModel) -> Sequence[Head]:
-        """Make its heads over a target, in its dtype and on its device. Raises `HeadError` for files of another."""
+    def head(self, model: PreTrainedModel) -> Head:
+        """Make its head over a target, in its dtype and on its device. Raises `HeadError` for files of another."""
 
-    def made(self, model: PreTrainedModel) -> Sequence[Head]:
-        """Make these heads in `weight_format`."""
-        heads = self.heads(model)
+    def made(self, model: PreTrainedModel) -> Head:
+        """Make this head in `weight_format`."""
+        head = self.head(model)
         if self.weight_format is None:
-            return heads
-        substitutes = Substitutes(f"layers.{plain_head(heads[0].layers)}")
-        return [head.packed(self.weight_format, substitutes) for head in heads]
+            return head
+        return head.packed(self.weight_format, Substitutes(f"layers.{plain_head(head.layers)}"))
 
     def begin(self, rows: RowsView) -> PairProposer:
         check_text(rows, "a draft head")
         return self.proposer(rows, made_once(rows, self, self.made))
 
-    def proposer(self, rows: RowsView, heads: Sequence[Head]) -> PairProposer:
-        """Make the proposer that drafts with these heads."""
-        return PairProposer(self, rows, heads)
+    def proposer(self, rows: RowsView, head: Head) -> PairProposer:
+        """Make the proposer that drafts with this head."""
+        return PairProposer(self, rows, head)
 
 
 def own_runner(rows: RowsView, head: Head, block: int) -> ModelRunner:
@@ -92,17 +91,16 @@ class PairProposer(FeatureProposer):
     """Grows drafts with a head, which reads pairs: committed pairs first and drafted ones behind them."""
 
     kept = 1  # pairs of each row that are left for the pass that begins a draft
-    following: PairProposer | None = None  # proposer over the module that reads this one's states
 
-    def __init__(self, drafter: HeadDrafter, rows: RowsView, heads: Sequence[Head]) -> None:
-        head, target = heads[0], rows.runner
+    def __init__(self, drafter: HeadDrafter, rows: RowsView, head: Head) -> None:
         super().__init__()
+        target = rows.runner
         self._runner = own_runner(rows, head, drafter.block)
         self._cache = self._runner.cache
-        # Bytes of the weights that they do not share with the target.
+        # Bytes of the weights that it does not share with the target.
         its = {weight.data_ptr() for weight in target.model.parameters()}
-        modules = [module for each in heads for module in (each.fusion, each.layers)]
-        own = {weight.data_ptr(): weight.nbytes for module in modules for weight in module.parameters()}
+        parts = (head.fusion, head.layers)
+        own = {weight.data_ptr(): weight.nbytes for part in parts for weight in part.parameters()}
         self._weights = sum(nbytes for place, nbytes in own.items() if place not in its)
         self._rows, self._vocabulary, self._tree = list(rows.running), target.vocabulary, Tree.chain(0)
         self.head = replace(head, fusion=with_kernels(head.fusion), layers=with_kernels(head.layers))
@@ -123,29 +121,22 @@ class PairProposer(FeatureProposer):
         return lambda tokens, first: self.after_text(rows, tree) if first < 0 else self.after(rows, tokens, first)
 
     def learn(self, rows: RowsView, draft: Draft, target: PassResult, verdict: Verdict) -> None:
-        self.read_if_many(rows)
+        # Pairs are read before the next draft if many are waiting.
+        if max(self._counts) > _MOST_WAITING:
+            self._catch_up(rows, _MOST_WAITING)
         super().learn(rows, draft, target, verdict)
 
     def add(self, rows: RowsView, features: Features, places: Sequence[Sequence[int]]) -> None:
         self._drop(rows.running)
         states = self.head.fusion.state([features[point] for point in self._points])
         for number, chosen in enumerate(places):
-            if chosen:
-                self._add(number, states[number, to_device(chosen, states.device)])
-
-    def _add(self, number: int, states: Tensor, start: int | None = None) -> None:
-        waiting = self._waiting[number]
-        if waiting is None:
-            self._waiting[number] = _Waiting(states, start)
-        else:
-            waiting.states = torch.cat([waiting.states, states])
-
-    def read_if_many(self, rows: RowsView) -> None:
-        """Read pairs before the next draft if many are waiting."""
-        if max(self._counts) > _MOST_WAITING:
-            self._catch_up(rows, _MOST_WAITING)
-        if self.following is not None:
-            self.following.read_if_many(rows)
+            if not chosen:
+                continue
+            added, waiting = states[number, to_device(chosen, states.device)], self._waiting[number]
+            if waiting is None:
+                self._waiting[number] = _Waiting(added)
+            else:
+                waiting.states = torch.cat([waiting.states, added])
 
     def known(self, rows: RowsView) -> list[bool]:
         self._drop(rows.running)
@@ -168,15 +159,12 @@ class PairProposer(FeatureProposer):
         tokens, states = self._next_pairs(rows, max(self._counts))
         last = [max(count - 1, 0) for count in self._counts]
         logits, made = self._run(self.head.fusion.inputs(self.head.embed(tokens), states), first=-1)
-        self._settle(last, made)
-        self._note_first_read()
-        at = to_device(last, made.device)[:, None, None]
-        return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
-
-    def _note_first_read(self) -> None:
+        self._settle(last)
         for waiting in self._waiting:
             if waiting is not None:
                 waiting.first_read = True
+        at = to_device(last, made.device)[:, None, None]
+        return logits.gather(1, at.expand(-1, -1, logits.shape[-1])), made.gather(1, at.expand(-1, -1, made.shape[-1]))
 
     def after(self, rows: RowsView, tokens: Tensor, first: int) -> Tensor:
         """Read the next nodes of the draft, `[rows, nodes]`; return the logits after them, `[rows, nodes, vocab]`."""
@@ -228,24 +216,18 @@ class PairProposer(FeatureProposer):
         self._cache.narrow(kept)
         self._waiting = [self._waiting[row] for row in kept]
         self._rows = list(rows)
-        if self.following is not None:
-            self.following._keep(kept, rows)
 
     def _close(self) -> None:
         """End a draft; of its slots keep the first alone, which was read with the target's state."""
         made, self._states = self._states, None
         if made is not None:
-            read = [int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting]
-            self._settle(read, made)
+            self._settle([int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting])
 
-    def _settle(self, counts: Sequence[int], made: Tensor) -> None:
-        """Move each row's cursor over `counts` pairs, of which the head made states, `[rows, tokens, hidden]`."""
+    def _settle(self, counts: Sequence[int]) -> None:
+        """Move each row's cursor over `counts` pairs, which the head has read."""
         self._cache.commit(counts)
-        for number, (waiting, count) in enumerate(zip(self._waiting, counts, strict=True)):
+        for waiting, count in zip(self._waiting, counts, strict=True):
             if waiting is not None:
-                if self.following is not None and count and waiting.start is not None:
-                    passed = made[number, :count] if self.head.passes_on == "made" else waiting.states[:count]
-                    self.following._add(number, passed, waiting.start + 1)
                 waiting.states = waiting.states[count:]
                 waiting.first_read = False
 
@@ -265,14 +247,13 @@ class PairProposer(FeatureProposer):
             width = min(max(unread), self._cache.cursors.capacity - max(self._cache.seq_lens))
             read = [min(count, width) for count in unread]
             tokens, states = self._next_pairs(rows, width)
-            self._settle(read, self._write(tokens, states, read))
+            self._write(tokens, states, read)
+            self._settle(read)
             unread = [count - done for count, done in zip(unread, read, strict=True)]
 
-    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> Tensor:
-        """Write keys and values of the first `counts` pairs of each row; return the states made, if needed."""
-        taps = () if self.following is None else (self.head.recycled,)
-        features = self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts, taps)
-        return features.get(self.head.recycled, states)
+    def _write(self, tokens: Tensor, states: Tensor, counts: Sequence[int]) -> None:
+        """Write keys and values of the first `counts` pairs of each row."""
+        self._runner.prefill(self.head.fusion.inputs(self.head.embed(tokens), states), counts)
 
     def _next_pairs(self, rows: RowsView, width: int) -> tuple[Tensor, Tensor]:
         """Return tokens and states of each row's next pairs, padded: `[rows, width]` and `[rows, width, hidden]`."""

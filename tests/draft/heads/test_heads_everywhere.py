@@ -177,7 +177,7 @@ def test_a_folder_under_another_kinds_name_says_its_own(tmp_path: Path, kind: st
     own, _, folder = draft.partition(":")
     for name in {"eagle", "medusa", "hydra", "dflash"} - {own}:
         # EAGLE-1's config.json is that of a llama, and an MTP module lies in a whole checkpoint.
-        said = f"write {own}:" if kind not in ("eagle1", "mtp", "mtp2") else "holds no|cannot be used"
+        said = f"write {own}:" if kind not in ("eagle1", "mtp") else "holds no|cannot be used"
         with pytest.raises(HeadError, match=said):
             selfspec.wrap(model, f"{name}:{folder or tmp_path}")
 
