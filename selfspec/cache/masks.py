@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,20 @@ from transformers.masking_utils import (
 )
 
 from selfspec.cache.cursors import OpenBlock
-from selfspec.cache.view import WHOLE, CacheView
 
 Pattern = Callable[..., Tensor]
 """Says whether a query sees a key, from row, head and positions: tensors that broadcast against each other."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Limits attention to the latest positions of a text, the token's own included, and the first ones, the sinks.
+
+    Without the first few a model fails (StreamingLLM; Xiao et al., 2024, arXiv 2309.17453).
+    """
+
+    recent: int
+    sinks: int
 
 
 _WITH_KEYS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "hybrid"})
@@ -50,16 +61,15 @@ def attention_mask(
     block: OpenBlock | None = None,
     recurrent: bool = False,
     padded: bool = False,
-    view: CacheView = WHOLE,
+    window: Window | None = None,
 ) -> Any:
     """Make the `attention_mask` of a stock model for a pass; None for full attention that needs none.
 
     It is 4-D, `[rows, 1, tokens, visible]`, or a dict of one per layer type where the config has layer types. `slots`
     are `[rows or 1, tokens]`; without `block`, slot i holds position i. Windows and chunks count positions, not slots.
-    `recurrent`: some layers have states; `padded`: slots past the last token may be visible. A window of `view`
-    limits all layers.
+    `recurrent`: some layers have states; `padded`: slots past the last token may be visible; `window`: of all layers.
     """
-    tokens, window = slots.shape[1], view.window
+    tokens = slots.shape[1]
     # On sdpa a single token per row, all in one slot, needs no mask.
     masks_full = block is not None or padded or slots.shape != (1, 1) or config._attn_implementation != "sdpa"
     slots = slots.expand(rows, tokens)

@@ -21,11 +21,10 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from selfspec.cache.cursors import Cursors, OpenBlock
-from selfspec.cache.masks import attention_mask
+from selfspec.cache.masks import Window, attention_mask
 from selfspec.cache.shared_layer import CacheKind, HostLayer, RecurrentLayer, RoundedLayer, SharedLayer
 from selfspec.cache.source import Source
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import WHOLE, CacheView
 from selfspec.device import has_graphs, to_device
 from selfspec.kernels.trial import runs_triton
 
@@ -43,7 +42,7 @@ class Slots:
     visible: Tensor  # numbers of the slots that the pass looks at, `[visible]`, from 0
     buffers: tuple[Tensor, ...]  # parts of each layer in turn, as `SharedLayer.kept`, `[batch, heads, capacity, ...]`
     block: OpenBlock | None = None  # the open block of the tokens; None: each sees all slots before its own
-    view: CacheView = WHOLE
+    window: Window | None = None  # that a draft attends to; None: it attends to all
 
 
 class SharedCache(Cache):
@@ -301,8 +300,8 @@ class SharedCache(Cache):
         """Cache argument of a stock model."""
         return self if self.source is None else self.source.beside(self)
 
-    def slots(self, width: int, first: int = -1, view: CacheView = WHOLE) -> Slots | None:
-        """Return the tensors that a pass needs to read this cache through a view and write to it.
+    def slots(self, width: int, first: int = -1, window: Window | None = None) -> Slots | None:
+        """Return the tensors that a pass needs to read this cache, or a window of it, and write to it.
 
         None where they are not enough: layers have states, ragged rows are aligned on the right, rows have different
         offsets, keys and values are on the host and the device captures nothing, or some layer has read no tokens yet.
@@ -319,7 +318,7 @@ class SharedCache(Cache):
             self.cursors.numbers(0, self.cursors.visible(width, first)),
             tuple(chain.from_iterable([layer.grown() for layer in self._slotted])),
             block,
-            view,
+            window,
         )
 
     def write(self, parts: Sequence[Tensor], width: int) -> None:
@@ -337,7 +336,7 @@ class SharedCache(Cache):
         width: int,
         dtype: torch.dtype,
         first: int = -1,
-        view: CacheView = WHOLE,
+        window: Window | None = None,
     ) -> Any:
         """Make the `attention_mask` of a stock model for a pass over some nodes of the block.
 
@@ -346,7 +345,7 @@ class SharedCache(Cache):
         slots]`.
         """
         padded, block = self.cursors.padded(width), self.cursors.block(width, first)
-        plain = self.cursors.uniform and not padded and block is None and view == WHOLE
+        plain = self.cursors.uniform and not padded and block is None and window is None
         if plain or not self._slotted:
             return None
         if self.cursors.aligned == "right":
@@ -360,7 +359,7 @@ class SharedCache(Cache):
             block=block,
             recurrent=not self.rolls_back_by_cursor,
             padded=padded,
-            view=view,
+            window=window,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
-from selfspec.cache.view import WHOLE
 from selfspec.device import on_host
 from selfspec.draft.draft import Budget, Draft, Resume
 from selfspec.draft.drafter import MODEL, Drafter, OwnBytes
@@ -45,7 +44,7 @@ class LayerPathDrafter(Drafter):
 
     def runs_exact_layers(self, depth: int) -> bool:
         """Return whether the layers of a step compute the same as in the target."""
-        return self.path(depth).view == WHOLE and (self.format is None or self.format.exact)
+        return self.path(depth).window is None and (self.format is None or self.format.exact)
 
     def check(self, depth: int) -> None:
         self.path(depth)

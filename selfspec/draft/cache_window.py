@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter
 from selfspec.arguments import shown
-from selfspec.cache.view import WHOLE, CacheView, Window
+from selfspec.cache.masks import Window
 from selfspec.draft.along_layer_path import AroundLayerPath, LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError
@@ -68,9 +68,9 @@ class CacheWindow(AroundLayerPath):
 
     def path(self, depth: int) -> LayerPath:
         path = self.draft_with.path(depth)
-        if path.view != WHOLE:
+        if path.window is not None:
             raise DraftConfigError("a draft attends to one window of the cache; write +window once")
-        return replace(path, view=CacheView(window=Window(self.recent, self.sinks)))
+        return replace(path, window=Window(self.recent, self.sinks))
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         super().check_model(model, adapter)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from selfspec.architecture import Part as Part
-from selfspec.cache.view import WHOLE, CacheView
+from selfspec.cache.masks import Window
 from selfspec.formats.format import Format
 
 
@@ -28,7 +28,7 @@ class LayerPath:
     format: Format | None = None  # of substitutes, or of the network itself; None: its own weights and dtype
     substituted: frozenset[Sublayer] = frozenset()
     head_substituted: bool = False
-    view: CacheView = WHOLE
+    window: Window | None = None  # that its tokens attend to; None: to all, as the target does
 
     @classmethod
     def full(cls, depth: int) -> LayerPath:
@@ -59,7 +59,7 @@ class LayerPath:
 
         None: every sublayer is exact, or not even the first is.
         """
-        if self.view != WHOLE:
+        if self.window is not None:
             return None
         first = min(self.skipped | self.substituted, default=None)
         return None if first == Sublayer(0, Part.ATTENTION) else first

@@ -84,7 +84,7 @@ def cache_bytes_of_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 def cache_bytes_read(config: PreTrainedConfig, dtype: torch.dtype, path: LayerPath, lengths: Sequence[int]) -> float:
     """Count the bytes of keys and values that a pass over one token per row reads."""
     read = 0.0
-    window = path.view.window
+    window = path.window
     of_view = None if window is None else window.recent + window.sinks
     for layer, cache in enumerate(layer_caches(config)):
         if not path.runs(Sublayer(layer, Part.ATTENTION)):

@@ -64,7 +64,7 @@ class PassTensors:
     @classmethod
     def of(cls, request: PassRequest, cache: SharedCache) -> PassTensors | None:
         """Return the tensors of a pass over a cache; None: tensors cannot describe it."""
-        slots = cache.slots(request.width, request.first, request.path.view)
+        slots = cache.slots(request.width, request.first, request.path.window)
         source = None if cache.source is None else cache.source.as_tensors(request.path.depth)
         if slots is None or (cache.source is not None and source is None):
             return None
@@ -111,7 +111,7 @@ class PassFunction:
             self.dtype,
             block=slots.block,
             padded=padded,
-            view=slots.view,
+            window=slots.window,
         )
 
     def masked(self, tensors: tuple[Tensor, ...], mask: Any) -> PassResult:
@@ -145,7 +145,7 @@ class PassFunction:
             masks, rest = rest[: self.kind.masked_source], rest[self.kind.masked_source :]
             count = 2 * self.kind.path.depth
             source, rest = ReadSource(states, next(iter(masks), None), tuple(rest[:count])), rest[count:]
-        slots = Slots(slot_mapping, positions, visible, tuple(rest), block, self.kind.path.view)
+        slots = Slots(slot_mapping, positions, visible, tuple(rest), block, self.kind.path.window)
         return PassTensors(tokens, entering, slots, source)
 
 

@@ -18,7 +18,7 @@ from selfspec.model.layer_path import LayerPath
 class PassRequest:
     """Asks for one pass over nodes of the open block."""
 
-    path: LayerPath  # the sublayers that run, their weights, and what its tokens attend to, `path.view`
+    path: LayerPath  # the sublayers that run, their weights, and what its tokens attend to, `path.window`
     tokens: Tensor  # tokens of consecutive nodes, `[batch, tokens]`, or embeddings, `[batch, tokens, hidden]`
     entering: ExactStates | None = None  # what enters at `path.start`
     head: DraftHead | None = None  # reads the last states of an early exit; None: the model's own norm and head

@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from selfspec.architecture import Adapter, takes, takes_positions
+from selfspec.cache.masks import Window
 from selfspec.cache.shared_cache import SharedCache, Slots
-from selfspec.cache.view import WHOLE, CacheView
 from selfspec.compat import cache_argument
 from selfspec.model.decodable import base_alone
 from selfspec.model.early_head import plain_head
@@ -141,7 +141,7 @@ class ModelRunner:
 
     def _run_stock(self, request: PassRequest) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
-        inputs, base = self._inputs(request.tokens, request.first, request.path.view), self._base_of(request)
+        inputs, base = self._inputs(request.tokens, request.first, request.path.window), self._base_of(request)
         if base is None and request.headless:
             inputs |= self._kept(1)
         return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
@@ -188,10 +188,10 @@ class ModelRunner:
         gated.tap(self.adapter, self._base, runs.taps)
         return gated
 
-    def _inputs(self, tokens: Tensor, first: int = -1, view: CacheView = WHOLE) -> dict[str, object]:
+    def _inputs(self, tokens: Tensor, first: int = -1, window: Window | None = None) -> dict[str, object]:
         width = tokens.shape[1]
         positions = self.cache.cursors.position_ids(width, first) if self._takes_positions else None
-        mask = self.cache.attention_mask(self._config, width, self._dtype, first, view)
+        mask = self.cache.attention_mask(self._config, width, self._dtype, first, window)
         if self._placed is not None:
             self._placed.place(self.cache.cursors.positions(width, first))
         return {self._cache_name: self.cache.for_model, **model_inputs(tokens, positions, mask)}

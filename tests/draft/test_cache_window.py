@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers import tiny
+from selfspec.cache.masks import Window
 from selfspec.cache.shared_cache import SharedCache
 from selfspec.cache.tree import Tree
-from selfspec.cache.view import CacheView, Window
 from selfspec.draft import CacheWindow, EarlyExit, LowPrecision
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.registry import parse_draft
@@ -28,7 +28,7 @@ def test_a_step_sees_the_window() -> None:
     draft = parse_draft("int8+window:512")
     assert repr(draft) == repr(CacheWindow(LowPrecision(8), 512, 4))
     assert isinstance(draft, CacheWindow)
-    assert draft.path(4).view == CacheView(window=Window(512, 4))
+    assert draft.path(4).window == Window(512, 4)
 
 
 def test_an_exit_over_less_of_the_cache_leaves_nothing_to_resume() -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 import selfspec
 from helpers import tiny
 from helpers.shrunken import shrunken
-from selfspec.cache.view import CacheView, Window
+from selfspec.cache.masks import Window
 from selfspec.control.costs import Costs, CostsOfReading
 from selfspec.model.layer_path import LayerPath
 from selfspec.model.registry import find_adapter
@@ -25,8 +25,8 @@ TOKEN = 2 * 2 * 8 * 4
         (LayerPath.full(4), 4 * 100),
         (selfspec.drafts.EarlyExit(1).path(4), 100),
         (selfspec.drafts.LayerSkip(attention=[1], mlp=[2]).path(4), 3 * 100),
-        (LayerPath(4, view=CacheView(Window(20, 4))), 4 * 24),
-        (LayerPath(4, view=CacheView(Window(200, 4))), 4 * 100),
+        (LayerPath(4, window=Window(20, 4)), 4 * 24),
+        (LayerPath(4, window=Window(200, 4)), 4 * 100),
     ],
 )
 def test_a_pass_reads_what_its_path_attends_to(path: LayerPath, tokens: int) -> None:

@@ -159,7 +159,7 @@ CATALOGUE = (
         "query - key < window.recent", "query - key <= window.recent",
         ("test_a_step_attends_to_sinks_and_the_latest_tokens",)),
     Mutation("an exit over less of the cache hands its states to the target", "LayerPath.resume_point",
-        "self.view != WHOLE", "False", ("test_an_exit_over_less_of_the_cache_leaves_nothing_to_resume",)),
+        "self.window is not None", "False", ("test_an_exit_over_less_of_the_cache_leaves_nothing_to_resume",)),
     Mutation("a step of a mixture is held to read all experts", "Experts.share", "tokens", "100",
         ("test_a_step_reads_the_experts_of_one_token",)),
     Mutation("a round reuses the noise of the round before", "begin_round", "batch.noise.begin_round()", "None",

@@ -219,8 +219,8 @@ class PairProposer(FeatureProposer):
 
     def _close(self) -> None:
         """End a draft; of its slots keep the first alone, which was read with the target's state."""
-        made, self._states = self._states, None
-        if made is not None:
+        if self._states is not None:
+            self._states = None
             self._settle([int(each is not None and each.first_read and len(each.states) > 1) for each in self._waiting])
 
     def _settle(self, counts: Sequence[int]) -> None:

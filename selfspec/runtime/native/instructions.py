@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from selfspec.cache.view import Window
+from selfspec.cache.masks import Window
 from selfspec.kernels.native import Kind, Words, bits, words
 
 DIMS = 4

@@ -296,7 +296,7 @@ def _sight(name: str | None, function: PassFunction) -> Sight:
     if name not in ("full_attention", "sliding_attention", None):
         raise RecordingError(f"masks of {name} are not known to programs")
     sliding = None if name == "full_attention" else getattr(function.config, "sliding_window", None)
-    return Sight(sliding, function.kind.path.view.window)
+    return Sight(sliding, function.kind.path.window)
 
 
 def _can_be_recorded(module: nn.Module) -> bool:

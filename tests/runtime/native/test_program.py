@@ -230,9 +230,7 @@ def test_trees_attend_to_a_window_that_holds_them() -> None:
         control = selfspec.FixedLength(3, nodes=7)
         found = spec.generate(ids, max_new_tokens=NEW, do_sample=False, draft_length=control).sequences
         assert found.tolist() == model.generate(ids, max_new_tokens=NEW, do_sample=False).tolist()
-        drafted = [
-            kind for kind in spec.programs.proved if kind.path.view.window is not None and kind.nodes is not None
-        ]
+        drafted = [kind for kind in spec.programs.proved if kind.path.window is not None and kind.nodes is not None]
         assert bool(drafted) == known
         assert bool(spec.programs.refusals) != known
 
