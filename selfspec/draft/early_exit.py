@@ -16,7 +16,7 @@ from selfspec.arguments import checked_path
 from selfspec.draft.along_layer_path import LayerPathDrafter
 from selfspec.draft.drafter import Drafter, drafter, read_number
 from selfspec.errors import DraftConfigError, ExitHeadError
-from selfspec.files.json_text import DescribedTensors, PositiveInt
+from selfspec.files.json_text import Described, PositiveInt, read_described
 from selfspec.model.early_head import DraftHead
 from selfspec.model.identity import check_base
 from selfspec.model.layer_path import LayerPath, Part, Sublayer
@@ -77,13 +77,9 @@ class AboutExits:
     base: str
 
 
-def trained_exits(folder: str | Path) -> DescribedTensors[AboutExits]:
-    """Open the exit heads of a folder; raise ExitHeadError for a file that is missing, damaged or of another format."""
-    place = checked_path("folder", folder, ExitHeadError)
-    try:
-        return DescribedTensors(place / FILE, "exit heads", ABOUT, AboutExits, _COPY)
-    except DraftConfigError as error:
-        raise ExitHeadError(str(error)) from error
+def trained_exits(folder: str | Path) -> Described[AboutExits]:
+    """Read the exit heads of a folder; raise ExitHeadError for a file that is missing, damaged or of another format."""
+    return read_described(checked_path("folder", folder, ExitHeadError) / FILE, ABOUT, AboutExits, ExitHeadError, _COPY)
 
 
 class ExitAdapter(nn.Module):
@@ -140,28 +136,24 @@ class ExitHead(LayerPathDrafter):
         Raises:
             ExitHeadError: the file is missing, truncated, corrupt, of another format, or lacks the exit.
         """
-        held = trained_exits(folder)
-        about, chosen = held.about, held.about.default if layer is None else layer
+        held, source = trained_exits(folder), Path(folder) / FILE
+        about, tensors, chosen = held.about, held.tensors, held.about.default if layer is None else layer
         if chosen not in about.exits:
             listed = ", ".join(map(str, about.exits))
             raise ExitHeadError(f"{folder} has no head for exit {chosen!r}; it has {listed}")
         prefix = f"exits.{chosen}."
-        try:
-            tensors = {name: held.read(name) for name in held.names}
-        except DraftConfigError as error:
-            raise ExitHeadError(str(error)) from error
         tokens = tensors.pop("tokens", None)
         if not all(weight.isfinite().all() for weight in tensors.values()):
-            raise ExitHeadError(f"{held.source} holds NaN or infinite weights; train the exit head again")
+            raise ExitHeadError(f"{source} holds NaN or infinite weights; train the exit head again")
         own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         if about.hidden * about.rank > sum(weight.numel() for weight in own.values()):
-            raise ExitHeadError(f"the weights in {held.source} are fewer than its description says; {_COPY}")
+            raise ExitHeadError(f"the weights in {source} are fewer than its description says; {_COPY}")
         adapter = ExitAdapter(about.hidden, about.rank)
         try:
             adapter.load_state_dict(own)
         except RuntimeError as error:
             said = " ".join(str(error).split())
-            raise ExitHeadError(f"the weights in {held.source} do not fit its description: {said}") from error
+            raise ExitHeadError(f"the weights in {source} do not fit its description: {said}") from error
         adapter.to(next(iter(own.values())).dtype).requires_grad_(False).eval()
         head = DraftHead(adapter, None if tokens is None else tokens.long())
         return cls(chosen, head, about.base, str(folder))

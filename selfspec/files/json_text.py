@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from selfspec.errors import DraftConfigError, SelfSpecError
+from selfspec.errors import SelfSpecError
 from selfspec.files.writing import CHECKSUM, sealed, whole
 
 _Content = TypeVar("_Content")
@@ -150,8 +150,12 @@ def _check(holds: bool, words: str, place: str) -> None:
         raise ValueError(f"{place}: Input should be {words}" if place else f"Input should be {words}")
 
 
-_About = TypeVar("_About")
-_Kind = TypeVar("_Kind")
+@dataclass(frozen=True)
+class Described(Generic[_Content]):
+    """Holds tensors of a file by name, and what describes them."""
+
+    about: _Content
+    tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -162,66 +166,28 @@ class _Written:
     checksum: str
 
 
-class DescribedTensors(Generic[_About]):
-    """Reads a file of `write_described`, tensor by tensor, with a description, `about`, of class `kind` under `key`.
+def read_described(
+    file: str | Path, key: str, kind: type[_Content], error: type[SelfSpecError], remedy: str
+) -> Described[_Content]:
+    """Read a file of `write_described`, whose description, under `key`, is of class `kind`.
 
-    `what` and `remedy` are for messages. A missing, damaged or foreign file raises `DraftConfigError`.
+    Raises:
+        SelfSpecError: `error`, for a file that is missing, damaged or foreign; it names the `remedy`.
     """
-
-    def __init__(self, file: str | Path, what: str, key: str, kind: type[_About], remedy: str) -> None:
-        self.source, self.remedy, self._what = str(file), remedy, what
-        with self._reading():
-            self._tensors = cast(Any, safe_open(self.source, framework="pt"))
-            self._said = (self._tensors.metadata() or {}).get(key, "")
-        self.about = self.described_as(kind)
-        self._sha256 = self.described_as(_Written).sha256
-        self.check_names(self._sha256)
-
-    def described_as(self, kind: type[_Kind]) -> _Kind:
-        """Read fields of the description as a dataclass."""
-        with self._reading():
-            return parsed(self._said, kind)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        # ValueError: the description is missing or wrong.
-        except (OSError, SafetensorError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DraftConfigError(f"{self.source} cannot be read as {self._what} ({reason}); {self.remedy}") from error
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors."""
-        return list(self._tensors.keys())
-
-    def check_names(self, names: Iterable[str]) -> None:
-        """Refuse a file whose tensors are not exactly these."""
-        wanted, found = set(names), set(self.names)
-        for what, others in (("lacks", wanted - found), ("has beside its own tensors", found - wanted)):
-            if others:
-                raise DraftConfigError(f"{self.source} {what} {min(others)}; {self.remedy}")
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor."""
-        try:
-            found: Tensor = self._tensors.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise DraftConfigError(f"{self.source} lacks {name} ({error}); {self.remedy}") from error
-        if _digest(found) != self._sha256[name]:
-            raise DraftConfigError(f"{self.source} is damaged: {name} is not what was written; {self.remedy}")
-        return found
-
-    def read_like(self, name: str, like: Tensor) -> Tensor:
-        """Read a tensor that must have the dtype and shape of `like`."""
-        found = self.read(name)
-        if (found.dtype, found.shape) != (like.dtype, like.shape):
-            raise DraftConfigError(
-                f"{self.source} holds {name} as {found.dtype} {list(found.shape)} and not as {like.dtype} "
-                f"{list(like.shape)}; {self.remedy}"
-            )
-        return found
+    try:
+        with cast(Any, safe_open(str(file), framework="pt")) as opened:
+            said = (opened.metadata() or {}).get(key, "")
+            about, written = parsed(said, kind), parsed(said, _Written).sha256
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    # ValueError: the description is missing or wrong.
+    except (OSError, SafetensorError, ValueError) as wrong:
+        reason = getattr(wrong, "strerror", None) or wrong
+        raise error(f"{file} cannot be read ({reason}); {remedy}") from wrong
+    found = {name: _digest(values) for name, values in tensors.items()}
+    differing = sorted(name for name, _ in found.items() ^ written.items())
+    if differing:
+        raise error(f"{file} is damaged: {differing[0]} is not what was written; {remedy}")
+    return Described(about, tensors)
 
 
 def write_described(file: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -16,8 +16,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec.errors import CorpusError, DraftConfigError, TrainingError
-from selfspec.files.json_text import DescribedTensors, write_described
+from selfspec.errors import CorpusError, TrainingError
+from selfspec.files.json_text import read_described, write_described
 from selfspec.files.writing import check_output_file, write_sealed
 from selfspec.measure.prompts import Message, json_lines
 from selfspec.measure.stock import end_tokens, own_text
@@ -335,15 +335,10 @@ def _learnt(row: Tensor, first: int, padded: int, ends: Tensor) -> Tensor:
 
 def _kept_text(kept: Path, length: int) -> Blocks:
     remedy = "remove it to have the text written again"
-    try:
-        found = DescribedTensors(kept, "text that the model wrote", _ABOUT, _About, remedy)
-        found.check_names(("ids", "learnt"))
-        shape = (found.read("ids").shape[0], length)
-        ids = found.read_like("ids", torch.empty(shape, dtype=torch.long))
-        learnt = found.read_like("learnt", torch.empty(shape, dtype=torch.uint8))
-        return Blocks(ids, learnt.bool())
-    except DraftConfigError as error:
-        raise TrainingError(str(error)) from error
+    found = read_described(kept, _ABOUT, _About, TrainingError, remedy)
+    if found.about.length != length:
+        raise TrainingError(f"{kept} has texts of {found.about.length} tokens, and not of {length}; {remedy}")
+    return Blocks(found.tensors["ids"], found.tensors["learnt"].bool())
 
 
 def _lines(file: Path, text: str) -> Iterator[Document]:
