@@ -663,7 +663,7 @@ CATALOGUE = (
         "(len(each.states) - 1) * each.first_read if each is not None else 0", (_EAGLE,)),
     Mutation("differences of a reduced vocabulary are taken for ids", "drafted_tokens",
         "torch.arange(len(differences)) + differences.cpu().long()", "differences.cpu().long().abs()", (_EAGLE,)),
-    Mutation("EAGLE-3 goes on from its state after the norm", "Eagle.heads",
+    Mutation("EAGLE-3 goes on from its state after the norm", "Eagle.head",
         "self._config.recycled if self._is_third else 'last'", "'normed'", (_EAGLE,)),
     Mutation("EAGLE-1 reads the target's state before the norm", "Eagle.features",
         "('normed',)", "('last',)", ("test_an_eagle_1_head_drafts_what_it_was_published_for",)),
