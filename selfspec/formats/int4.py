@@ -60,8 +60,8 @@ class Int4Linear(RoundedLinear):
 
     def product(self, states: Tensor) -> Tensor:
         if self.kernels is Kernels.NATIVE:
-            held = (self.levels, self.factors)
-            return native.few_at_a_time(lambda some: native.few_rows_in_four_bits(some, *held), states)
+            held = (self.levels, (), native.FOUR_BITS, 0, self.in_features, self.factors)
+            return native.few_rows_packed(states, *held)
         if self.kernels is Kernels.TRITON:
             return by_triton(states, self.factors, self.levels, self.scales)
         on_cpu = states.device.type == "cpu"

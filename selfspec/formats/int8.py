@@ -42,8 +42,7 @@ class Int8Linear(RoundedLinear):
 
     def product(self, states: Tensor) -> Tensor:
         if self.kernels is Kernels.NATIVE:
-            held = (self.levels, None, self.scales, self.factors)
-            return native.few_at_a_time(lambda some: native.few_rows(some, *held), states)
+            return native.few_rows(states, self.levels, None, self.scales, self.factors)
         if self.kernels is Kernels.TRITON:
             return by_triton(states, self.factors, self.levels, self.scales)
         product = torch.ops.aten._weight_int8pack_mm

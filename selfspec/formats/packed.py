@@ -157,8 +157,7 @@ class KernelLinear(PackedLinear):
         trains = states.requires_grad and torch.is_grad_enabled()
         if rows > most or trains or torch.is_autocast_enabled("cpu"):
             return self._of_many(states)
-        held = (*self.operands.all, self.in_features)
-        return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)
+        return native.few_rows_packed(states, *self.operands.all, self.in_features)
 
     def _of_many(self, states: Tensor) -> Tensor:
         # Gradients, graphs and autocast may read the weight later.

@@ -28,8 +28,7 @@ class UpperLinear(PackedLinear):
         if kernels_of(self.upper.device) is Kernels.TRITON:
             return by_triton(states, self.rows_of, self.upper, self.rows)
         if self.upper.device.type == "cpu" and native.available():
-            held = (self.upper, (self.rows,), native.UPPER, 0, self.in_features)
-            return native.few_at_a_time(lambda some: native.few_rows_packed(some, *held), states)
+            return native.few_rows_packed(states, self.upper, (self.rows,), native.UPPER, 0, self.in_features)
         return functional.linear(states, self.join())
 
     def join(self) -> Tensor:

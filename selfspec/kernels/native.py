@@ -27,7 +27,7 @@ from torch import Tensor
 from selfspec.errors import UnsupportedOptionError
 
 MOST_ROWS = 1024
-"""The most rows of one product."""
+"""The most rows of one operation; a product of more is several."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes of weights that the kernels take, besides int8."""
@@ -247,20 +247,12 @@ def _of_one(kind: Kind, operands: tuple[int | type[Tensor] | None, ...]) -> Word
 def few_rows(
     states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, factors: Tensor | None = None
 ) -> Tensor:
-    """Multiply at most `MOST_ROWS` rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
+    """Multiply rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
 
     An output is summed in the same order for any number of rows and threads. Inputs are first multiplied by `factors`,
     `[in]`, in float32; a weight in int8 has `scales`, `[out]`.
     """
     return _by(_multiply, torch.ops.selfspec.few_rows, states, weight, bias, scales, factors)
-
-
-def few_rows_in_four_bits(states: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Multiply at most `MOST_ROWS` rows, rounded to 8 bits, with a weight of `in_blocks`, as `few_rows` does."""
-    if weight.dtype != torch.uint8:
-        raise RuntimeError("few_rows_in_four_bits: bytes alone")
-    inputs = weight.shape[1] * GROUP_SIZE // 20
-    return few_rows_packed(states, weight, (), FOUR_BITS, 0, inputs, factors)
 
 
 def few_rows_packed(
@@ -272,7 +264,7 @@ def few_rows_packed(
     inputs: int,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """Multiply at most `MOST_ROWS` rows, `[..., inputs]` to `[..., out]`, with a packed weight on the CPU.
+    """Multiply rows, `[..., inputs]` to `[..., out]`, with a packed weight on the CPU.
 
     Args:
         states: the rows, first multiplied by `factors`, `[inputs]` in float32, where there are any.
@@ -319,18 +311,8 @@ def read_rows_to(
     run_one(Kind.EMBED, (*sizes, weight, *all_parts(parts, None), numbers, found), _threads(found.numel()))
 
 
-def few_at_a_time(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Call a product that takes at most `MOST_ROWS` rows for any number of rows, `[..., in]` to `[..., out]`."""
-    shape = [int(size) for size in states.shape]
-    rows = math.prod(shape[:-1])
-    if rows <= MOST_ROWS:
-        return product(states)
-    parts = states.reshape(rows, shape[-1]).split(MOST_ROWS)
-    return torch.cat([product(some) for some in parts]).view(*shape[:-1], -1)
-
-
 def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Lay out a weight in 4 bits and groups of 32 for `few_rows_in_four_bits`: `[out, 20 groups]`, bytes.
+    """Lay out a weight in 4 bits and groups of 32 for the format `FOUR_BITS`: `[out, 20 groups]`, bytes.
 
     Levels are `[out, in / 2]`, the first of two in the higher bits; scales and zeros are `[out, groups]`, bfloat16. A
     block is four groups: scales, zeros, and 16 bytes for each, with its first 16 levels in the lower bits.
@@ -466,17 +448,15 @@ def _product(
     setting: int = 0,
 ) -> Tensor:
     """Multiply with a weight of a number in `program.cpp`; its first size is that of the outputs."""
-    shape = states.shape
-    inputs, outputs = shape[-1], weight.shape[0]
-    rows = states.numel() // inputs if inputs else 0
-    if rows > MOST_ROWS:
-        raise RuntimeError(f"few_rows: at most {MOST_ROWS} rows")
+    (*shape, inputs), outputs = states.shape, weight.shape[0]
     dtype = torch.float64 if number == FLOAT64 else torch.float32
-    found = torch.empty(*shape[:-1], outputs, dtype=dtype)
-    others = (_read(held.get(name), dtype) for name in HELD)
-    sizes = (number, rows, inputs, outputs, setting)
-    operands = (*sizes, _read(states, dtype), weight, *all_parts(parts, None), *others, found)
-    run_one(Kind.PRODUCT, operands, _threads(rows * inputs * outputs))
+    found = torch.empty(*shape, outputs, dtype=dtype)
+    others = [_read(held.get(name), dtype) for name in HELD]
+    given, made = (each.view(math.prod(shape), each.shape[-1]) for each in (states.to(dtype).contiguous(), found))
+    for some, to in zip(given.split(MOST_ROWS), made.split(MOST_ROWS), strict=True):
+        sizes = (number, len(some), inputs, outputs, setting)
+        operands = (*sizes, some, weight, *all_parts(parts, None), *others, to)
+        run_one(Kind.PRODUCT, operands, _threads(len(some) * inputs * outputs))
     return found if states.dtype == dtype else found.to(states.dtype)
 
 

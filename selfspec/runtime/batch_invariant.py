@@ -147,7 +147,7 @@ def _product(linear: nn.Linear, states: Tensor) -> Tensor:
 def _of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         raise UnsupportedOptionError("BatchInvariant computes in the dtype of the weights; leave autocast out")
-    return native.few_at_a_time(lambda rows: native.few_rows(rows, weight, bias), input)
+    return native.few_rows(input, weight, bias)
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

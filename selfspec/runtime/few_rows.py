@@ -129,7 +129,7 @@ def _native(otherwise: Product, most: int, linear: nn.Linear, states: Tensor) ->
     # Autocast changes what torch's own products compute in.
     if min(rows, native.MOST_ROWS) > most or torch.is_autocast_enabled("cpu"):
         return otherwise(linear, states)
-    return native.few_at_a_time(lambda some: native.few_rows(some, linear.weight, linear.bias), states)
+    return native.few_rows(states, linear.weight, linear.bias)
 
 
 def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:

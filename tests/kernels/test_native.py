@@ -203,22 +203,19 @@ BYTES = torch.ones(2, 20, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("product", "states", "weight", "message"),
     [
-        (native.few_rows, torch.ones(1025, 4), torch.ones(2, 4), "at most 1024 rows"),
         (native.few_rows, torch.ones(1, 3), torch.ones(2, 4), "sizes"),
         (native.few_rows, torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
         (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),
         (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int8), "need scales"),
-        (native.few_rows_in_four_bits, torch.ones(1025, 32), BYTES, "at most 1024 rows"),
-        (native.few_rows_in_four_bits, torch.ones(1, 64), BYTES, "sizes"),
-        (native.few_rows_in_four_bits, torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
-        (native.few_rows_in_four_bits, torch.ones(1, 32), torch.ones(2, 20), "bytes"),
+        (native.few_rows_packed, torch.ones(1, 64), BYTES, "sizes"),
+        (native.few_rows_packed, torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
     ],
 )
 def test_what_it_cannot_multiply_is_refused(
     product: Callable[..., torch.Tensor], states: torch.Tensor, weight: torch.Tensor, message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        product(states, weight, *([None] if product is native.few_rows else []))
+        product(states, weight, *([None] if product is native.few_rows else [(), native.FOUR_BITS, 0, 32]))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +227,7 @@ def test_generation_runs_on_them(draft: selfspec.drafts.Drafter | None, monkeypa
     model = tiny.llama().float()
     ids = tiny.prompt(9, 2)
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    products = {name: mock.Mock(wraps=getattr(native, name)) for name in ("few_rows", "few_rows_in_four_bits")}
+    products = {name: mock.Mock(wraps=getattr(native, name)) for name in ("few_rows", "few_rows_packed")}
     for name, product in products.items():
         monkeypatch.setattr(native, name, product)
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.Eager())
