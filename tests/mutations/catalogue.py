@@ -692,7 +692,7 @@ CATALOGUE = (
     Mutation("a head counts the weights of its target as its own", "PairProposer.__init__",
         "place not in its", "True", ("test_a_head_takes_its_weights_and_its_cache_and_nothing_else",)),
     Mutation("a head in fewer bits keeps its weights as they were", "HeadDrafter.made",
-        "head.packed(self.weight_format, substitutes)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),
+        "head.packed(self.weight_format, _1)", "head", ("test_a_head_in_fewer_bits_drafts_about_the_same",)),
     Mutation("the mask of a block draft is causal", "BlockProposer.levels_after_text",
         "visible[:, None, None]",
         "(torch.arange(visible.shape[1]) < (ends[:, None] - config.size + 1 + torch.arange(config.size))[..., None])"
