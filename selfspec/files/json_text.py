@@ -70,6 +70,17 @@ def read_json(file: str | Path, kind: type[_Content], error: type[SelfSpecError]
         raise error(f"{file} cannot be read ({reason}); {remedy}") from wrong
 
 
+def read_object(file: Path, error: type[SelfSpecError]) -> dict[str, Any]:
+    """Read a JSON file of a checkpoint, which holds an object."""
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise error(f"{file} is not readable JSON ({wrong}); copy it from the original again") from wrong
+    if not isinstance(content, dict):
+        raise error(f"{file} does not hold a JSON object; copy it from the original again")
+    return content
+
+
 def parsed(text: str, kind: type[_Content]) -> _Content:
     """Return the dataclass that a JSON text holds, as `read_json` does."""
     content = parse_json(text)

@@ -31,7 +31,7 @@ from transformers.utils import logging
 from selfspec.arguments import shown
 from selfspec.device import has_doubles
 from selfspec.errors import CheckpointError, SelfSpecError, UnsupportedOptionError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import read_object
 from selfspec.kernels.large_pages import move_weights
 from selfspec.model.gguf import config_of, is_gguf, tokenizer_of
 from selfspec.model.registry import adapter_for, auto_class, check_type
@@ -110,7 +110,7 @@ def read_config(name: str) -> PreTrainedConfig:
             raise CheckpointError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
         for file in _JSON_FILES:
             if (folder / file).is_file():
-                _read_json_object(folder / file)
+                read_object(folder / file, CheckpointError)
     try:
         described = PreTrainedConfig.get_config_dict(_source(name))[0]
     except (OSError, ValueError) as error:
@@ -305,13 +305,13 @@ def dtype_of_index(folder: Path, config: PreTrainedConfig) -> torch.dtype | None
     index = folder / str(getattr(config, "transformers_weights", None) or _WEIGHTS_INDEX)
     if config.dtype is not None or (folder / _WEIGHTS).is_file() or index.suffix != ".json" or not index.is_file():
         return None
-    metadata = _read_json_object(index).get("metadata")
+    metadata = read_object(index, CheckpointError).get("metadata")
     named = getattr(torch, str(metadata.get("dtype")), None) if isinstance(metadata, dict) else None
     return named if isinstance(named, torch.dtype) else None
 
 
 def _shards(index: Path) -> list[Path]:
-    weight_map = _read_json_object(index).get("weight_map")
+    weight_map = read_object(index, CheckpointError).get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
@@ -329,16 +329,6 @@ def _shards(index: Path) -> list[Path]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not readable JSON ({error}); copy it from the original again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} does not hold a JSON object; copy it from the original again")
-    return content
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from selfspec.arguments import checked_path
 from selfspec.draft.drafter import Drafter, OwnBytes, name_of
 from selfspec.draft.heads.head import Fusion, Head, inside_of, weight_bytes
 from selfspec.errors import CheckpointError, HeadError
-from selfspec.files.json_text import parse_json
+from selfspec.files.json_text import read_object
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
 from selfspec.model.identity import vocabulary_size, weight_of
@@ -117,14 +117,7 @@ class HeadFolder:
 
     def config(self) -> dict[str, Any]:
         """Read its config.json."""
-        file = self.path / _CONFIG
-        try:
-            content = parse_json(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise HeadError(f"{file} cannot be read ({error}); copy it from the original again") from error
-        if not isinstance(content, dict):
-            raise HeadError(f"{file} holds no JSON object; copy it from the original again")
-        return content
+        return read_object(self.path / _CONFIG, HeadError)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Read the names and shapes of its weights; for safetensors, only the headers are read."""
