@@ -1,6 +1,6 @@
 """Decodes by llama.cpp what it is asked on standard input, a line of JSON each, and answers how long that took.
 
-    python benchmarks/llama_cpp_worker.py FILE.gguf THREADS CONTEXT [--float32-cache]
+    python benchmarks/llama_cpp_worker.py FILE.gguf THREADS CONTEXT
 
 `decoding.py` runs it, with whatever Python has llama-cpp-python: it needs nothing else.
 """
@@ -19,17 +19,17 @@ import llama_cpp
 
 def main() -> None:
     """Serve until standard input ends."""
-    file, threads, context, *exact = sys.argv[1:]
-    decoder = Decoder(Path(file), int(threads), int(context), exact == ["--float32-cache"])
+    file, threads, context = sys.argv[1:]
+    decoder = Decoder(Path(file), int(threads), int(context))
     print(json.dumps({"system": llama_cpp.llama_print_system_info().decode()}), flush=True)
     for line in sys.stdin:
         print(json.dumps(decoder.decoded(json.loads(line))), flush=True)
 
 
 class Decoder:
-    """A model, in llama.cpp's own settings but for the threads, and for keys and values in float32 if asked for."""
+    """A model, in llama.cpp's own settings but for the threads."""
 
-    def __init__(self, file: Path, threads: int, context: int, float32_cache: bool = False) -> None:
+    def __init__(self, file: Path, threads: int, context: int) -> None:
         llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
@@ -39,18 +39,13 @@ class Decoder:
         # A prompt is one batch.
         options.n_ctx = options.n_batch = context
         options.n_threads = options.n_threads_batch = threads
-        if float32_cache:
-            options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
-            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama_cpp.llama_init_from_model(self._model, options)
 
     def decoded(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Do a job: `ids` of a prompt, `tokens` to add, `temperature` (0: greedy), `seed`; or `encode`, a text.
+        """Do a job: `ids` of a prompt, `tokens` to add, `temperature` (0: greedy), `seed`.
 
-        Returns `text`, `seconds` of the tokens after the first, and of the `whole`; or `ids` of the text.
+        Returns `text`, `seconds` of the tokens after the first, and of the `whole`.
         """
-        if "encode" in job:
-            return {"ids": self._encoded(job["encode"].encode())}
         sampler = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         if job["temperature"]:
             llama_cpp.llama_sampler_chain_add(sampler, llama_cpp.llama_sampler_init_temp(job["temperature"]))
@@ -65,13 +60,6 @@ class Decoder:
         ended = time.perf_counter()
         llama_cpp.llama_sampler_free(sampler)
         return {"text": text, "seconds": ended - started, "whole": ended - begun}
-
-    def _encoded(self, text: bytes) -> list[int]:
-        room = len(text) + 8
-        tokens = (llama_cpp.llama_token * room)()
-        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
-        number = llama_cpp.llama_tokenize(vocabulary, text, len(text), tokens, room, True, False)
-        return list(tokens[:number])
 
     def _next(self, sampler: Any, ids: list[int]) -> int:
         tokens = (llama_cpp.llama_token * len(ids))(*ids)

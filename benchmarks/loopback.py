@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -39,10 +38,6 @@ class ServerProcess:
         """End it at once."""
         self.process.kill()
         self.process.wait()
-
-    def terminate(self) -> None:
-        """Tell it to stop."""
-        self.process.send_signal(signal.SIGTERM)
 
 
 def free_port() -> int:

@@ -97,28 +97,22 @@ def _new(sequences: Tensor, ids: Tensor) -> list[int]:
 
 
 @dataclass(frozen=True)
-class AssistedRound:
-    """One round: tokens drafted, and tokens accepted."""
-
-    drafted: int
-    accepted: int
-
-
-@dataclass(frozen=True)
 class AssistedText:
-    """Prompt and text, `[1, tokens]`, and the rounds in order."""
+    """Prompt and text, `[1, tokens]`, and the tokens drafted and accepted in each round, in order."""
 
     ids: Tensor
-    rounds: list[AssistedRound]
+    drafted: list[int]
+    accepted: list[int]
 
 
 def assisted(model: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, length: int, **options: Any) -> AssistedText:
     """Generate from a prompt, `[1, tokens]`, with an assistant that always drafts `length` tokens."""
-    rounds: list[AssistedRound] = []
+    drafted, accepted = list[int](), list[int]()
     stock = AssistedCandidateGenerator.update_candidate_strategy
 
     def counted(self: Any, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        rounds.append(AssistedRound(scores.shape[1] - 1, int(num_matches)))
+        drafted.append(scores.shape[1] - 1)
+        accepted.append(int(num_matches))
         stock(self, input_ids, scores, num_matches)
 
     draft.generation_config.num_assistant_tokens = length
@@ -129,7 +123,7 @@ def assisted(model: PreTrainedModel, draft: PreTrainedModel, ids: Tensor, length
         out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
     finally:
         AssistedCandidateGenerator.update_candidate_strategy = stock
-    return AssistedText(out, rounds)
+    return AssistedText(out, drafted, accepted)
 
 
 def _by_transformers(
@@ -137,9 +131,9 @@ def _by_transformers(
 ) -> Count:
     settings = {"max_new_tokens": len(plain[0]), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     texts = [assisted(model, draft, ids, length, **settings) for ids in prompts]
-    rounds = [each for text in texts for each in text.rounds]
+    drafted = sum(each > 0 for text in texts for each in text.drafted)
     equal = [_new(text.ids, ids) for text, ids in zip(texts, prompts, strict=True)] == plain
-    return Count(sum(each.drafted > 0 for each in rounds), sum(each.accepted for each in rounds), equal)
+    return Count(drafted, sum(sum(text.accepted) for text in texts), equal)
 
 
 def _by_vllm(python: str, job: dict[str, Any], folder: Path, plain: list[list[int]]) -> Count:

@@ -30,7 +30,6 @@ from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.environment import environment
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.stock import bare
-from selfspec.tools.lab.runs import Row
 from selfspec.tools.lab.table import lengths, rates, spread
 
 QUESTIONS = HERE / "prompts" / "questions.jsonl"
@@ -76,16 +75,6 @@ def scored(lm: Drafting, questions: Path) -> list[bool]:
     return [each["target"].lower() in each["filtered_resps"][0].lower() for each in samples]
 
 
-def line(rule: str, right: Sequence[bool], counts: Sequence[Stats]) -> Row:
-    """Return a rule's line of the table, by the columns of the lab; `exact_match` has Wilson's interval."""
-    return {
-        "rule": rule,
-        **spread("exact_match", Estimate.of_share(sum(right), len(right))),
-        **lengths([each.new_tokens for each in counts], [each.row_rounds for each in counts]),
-        **rates([each.judged_per_depth for each in counts], [each.accepted_per_depth for each in counts]),
-    }
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,8 +92,17 @@ def main() -> None:
     for rule in options.accept or RULES:
         spec = selfspec.wrap(bare(checkpoint.model), options.draft, accept=rule, draft_length=options.draft_length)
         lm = Drafting(spec, checkpoint.tokenizer)
-        right = scored(lm, options.questions)
-        lines.append({"draft": options.draft, **line(rule, right, lm.counts), **environment(checkpoint.model.device)})
+        right, counts = scored(lm, options.questions), lm.counts
+        lines.append(
+            {
+                "draft": options.draft,
+                "rule": rule,
+                **spread("exact_match", Estimate.of_share(sum(right), len(right))),
+                **lengths([each.new_tokens for each in counts], [each.row_rounds for each in counts]),
+                **rates([each.judged_per_depth for each in counts], [each.accepted_per_depth for each in counts]),
+                **environment(checkpoint.model.device),
+            }
+        )
     options.to.mkdir(parents=True, exist_ok=True)
     table = pandas.DataFrame(lines)
     table.to_csv(options.to / "relaxed_rules.csv", index=False, float_format="%.6g")

@@ -212,22 +212,13 @@ def feature(server: Server, works: Callable[[Server], bool | str]) -> str:
     except (KeyError, TypeError, IndexError, ValueError):
         return "ignored"
     except OSError as error:
-        return _unanswered(error)
+        return "silent" if isinstance(getattr(error, "reason", error), TimeoutError) else "failed"
 
 
 def refusal(server: Server, sends: Callable[[Server], Any]) -> str:
-    """Return the result of a request that cannot be honoured."""
-    try:
-        sends(server)
-        return "ignored"
-    except RefusedError as error:
-        return "refused" if error.args[0] < 500 else "failed"
-    except (ValueError, OSError) as error:
-        return _unanswered(error)
-
-
-def _unanswered(error: Exception) -> str:
-    return "silent" if isinstance(getattr(error, "reason", error), TimeoutError) else "failed"
+    """Return the result of a request that cannot be honoured; an answer to it is no honour."""
+    found = feature(server, lambda each: sends(each) is None)
+    return "refused" if found == "absent" else found
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/serving_load.py MODEL --prompts humaneval.jsonl --threads 1 --to load.json
 
-Every whole answer is compared with `spec.generate` of the same row, greedy and seeded. First tokens are
-timed at an idle server, while each hostile request runs there, and under load with and without the hostile ones.
+Every whole answer is compared with `spec.generate` of the same row, greedy and seeded. First tokens are timed under
+load with and without the hostile ones.
 Meanwhile a process of its own asks for /health, twenty times a second.
 """
 
@@ -315,27 +315,6 @@ def _probe(port: int, told: Connection) -> None:
     told.send(seconds)
 
 
-async def first_token(port: int) -> float:
-    """Return the seconds until the first token of a short answer."""
-    body = {"model": "m", "prompt": "def f(", "max_tokens": 2, "temperature": 0, "stream": True}
-    answer = await ask(port, _PATH, body)
-    return answer.times[0] - answer.begun
-
-
-async def beside_each(port: int) -> dict[str, Any]:
-    """First tokens of one client at an idle server, and while each hostile request runs there, in milliseconds."""
-    idle = sorted([await first_token(port) for _ in range(40)][10:])
-    found = {"idle": {"median": _ms(statistics.median(idle)), "most": _ms(idle[-1])}}
-    for name, job in {**_BAD, **_HEAVY}.items():
-        hostile = asyncio.create_task(ask(port, job.path, job.body))
-        await asyncio.sleep(0)
-        seconds = [await first_token(port)]
-        while not hostile.done() or len(seconds) < 5:
-            seconds.append(await first_token(port))
-        found[name] = {"median": _ms(statistics.median(seconds)), "most": _ms(max(seconds)), "asked": len(seconds)}
-    return found
-
-
 def _ms(seconds: float) -> float:
     return round(1000 * seconds, 1)
 
@@ -372,8 +351,6 @@ def main() -> None:
         log = Path(folder) / "log"
 
         with serving(command, port, given.threads, log) as server:
-            found["beside"] = asyncio.run(beside_each(port))
-            tell("beside")
             tally, calm, sizes = Tally(), Tally(), list[int]()
             health: list[float] = []
             # By turns, since the machine may have other work.
@@ -466,7 +443,7 @@ async def terminated(
         attack = asyncio.create_task(run_all(port, hostile, 16, beside, retry=False))
         await asyncio.sleep(_PATIENCE)
         told = time.perf_counter()
-        server.terminate()
+        server.process.terminate()
         stopping.set()
         await asyncio.gather(running, attack)
         status = await asyncio.to_thread(server.process.wait, 60)

@@ -47,11 +47,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Stage:
-    """Cases by name, each measured and kept by itself, and the minutes that they take on an H100."""
+    """Cases by name, each measured and kept by itself, and the minutes that they take on an H100, or where they run."""
 
     about: str
     minutes: float
     cases: Callable[[Bench], Mapping[str, Callable[[], Rows]]]
+    on_cpus: bool = False
 
 
 def main(stages: Mapping[str, Stage], words: Sequence[str] | None = None) -> int:
@@ -80,7 +81,8 @@ def main(stages: Mapping[str, Stage], words: Sequence[str] | None = None) -> int
         parser.error("name a folder for the results with --to")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --device cpu --miniature shows that everything runs")
-    if options.device == "cpu" and not options.miniature:
+    wanted = options.stages or [*stages]
+    if options.device == "cpu" and not (options.miniature or all(stages[name].on_cpus for name in wanted)):
         parser.error("these models are too large for a CPU; add --miniature")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -88,7 +90,7 @@ def main(stages: Mapping[str, Stage], words: Sequence[str] | None = None) -> int
         device = find_device(options.device)
         bench = Bench(device, options.miniature, Models(device, options.miniature, options.model))
         runs = Runs(options.to)
-        good = [_run(name, stages, bench, runs, options) for name in options.stages or stages]
+        good = [_run(name, stages, bench, runs, options) for name in wanted]
     except SelfSpecError as error:
         parser.error(str(error))
     return int(not all(good))

@@ -1,4 +1,4 @@
-"""Time the pieces of a pass: products in fewer bits, attention of blocks, and over lengths that are new."""
+"""Time the pieces of a pass: products in fewer bits, attention of blocks, and over new lengths; few rows on a CPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from device.kit import CANNOT, Bench, Rows
 from device.models import DTYPE
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from selfspec.device import Timer, has_graphs, has_streams
@@ -21,6 +22,7 @@ from selfspec.kernels.trial import runs_triton
 from selfspec.measure.estimate import Estimate
 from selfspec.runtime.attention import for_new_lengths
 from selfspec.runtime.cuda_graphs import Recorder
+from selfspec.runtime.few_rows import for_few_rows
 
 # Outputs and inputs: of SmolLM2-135M, Llama-3.2-1B with its head, and Llama-3.1-8B.
 _SHAPES = (
@@ -29,6 +31,8 @@ _SHAPES = (
     *((1024, 4096), (4096, 4096), (14_336, 4096), (4096, 14_336)),
 )
 NO_TRITON = CANNOT + "kernels in Triton run neither on a CPU nor on CUDA devices of a capability below 8.0"
+# Inputs and outputs of layers on a CPU, and rows of a block there.
+_LAYERS, _FEW = ((256, 704), (576, 1536), (1024, 4096)), (1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
 _ROWS = (1, 8)
 _REPEATS = 9
 # More than any cache of a device holds, so that weights come from its memory.
@@ -167,3 +171,27 @@ def _attention(bench: Bench) -> Rows:
     with for_new_lengths(bench.device):
         chosen = over(700)
     return {"": {"as torch chooses, ms": as_torch_chooses, "as selfspec's passes have it, ms": chosen}}
+
+
+def row_cases(bench: Bench) -> dict[str, Callable[[], Rows]]:
+    """Return layers over few rows on a CPU, as torch multiplies them and as selfspec's view does; none elsewhere."""
+    layers = ((64, 128),) if bench.miniature else _LAYERS
+    given = product(("float32", "bfloat16"), layers, (1, 2)) if bench.device.type == "cpu" else ()
+    return {
+        f"{dtype}, {layer[0]} to {layer[1]}, {threads} threads": partial(_few_rows, bench, dtype, *layer, threads)
+        for dtype, layer, threads in given
+    }
+
+
+def _few_rows(bench: Bench, dtype: str, inputs: int, outputs: int, threads: int) -> Rows:
+    before, kind = torch.get_num_threads(), getattr(torch, dtype)
+    torch.set_num_threads(threads)
+    number = 1 if bench.miniature else max(2, _BYTES // (kind.itemsize * inputs * outputs))
+    layers: list[torch.nn.Module] = [nn.Linear(inputs, outputs, bias=False, dtype=kind) for _ in range(number)]
+    ways = {"torch, us": layers, "selfspec, us": [*map(for_few_rows, layers)]}
+    found: dict[str, dict[str, Estimate | float | str]] = {}
+    for rows in _FEW:
+        states = torch.randn(1, rows, inputs, dtype=kind)
+        found[f"{rows} rows"] = {way: _timed(bench, lambda layer, x=states: layer(x), ways[way]) for way in ways}
+    torch.set_num_threads(before)
+    return found

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from device.kit import CANNOT, FAILED, Bench, Rows, Stage
-from device.products import NO_TRITON, piece_cases
+from device.products import NO_TRITON, piece_cases, row_cases
 from harness import equal_tokens, sampling
 
 from selfspec.api import wrap
@@ -256,6 +256,7 @@ STAGES = {
     "first": Stage("Whether drafts give the text of plain decoding, and how often a round waits", 2, first_cases),
     "pieces": Stage("Products in fewer bits, attention of blocks, and over lengths that are new", 1, piece_cases),
     "waits": Stage("How often a round waits for the device, how long it takes, and its idle share", 4, wait_cases),
+    "rows": Stage("Layers over few rows on a CPU, by torch and by selfspec's view of them", 2, row_cases, on_cpus=True),
     "captures": Stage("How many passes each generation captures, and how long that takes", 2, capture_cases),
 }
 """All stages, in the order in which they run."""

@@ -1,8 +1,8 @@
 """Decide up to how many rows the kernels' product is faster than torch's, once for a machine.
 
 The product decides the last bits of a result, so a seed gives the same tokens only where the choice does not change. A
-table holds what `benchmarks/few_rows.py` and times of prompts by their length showed; on a processor that it lacks a
-trial of half a second decides, whose result is kept in the user's cache.
+table holds what the stage `rows` of benchmarks/device and times of prompts by their length showed; on a processor that
+it lacks a trial of half a second decides, whose result is kept in the user's cache.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 torch computes x W^T for one row at the speed of memory, but two to eight rows take 1.4 to 3 times as long without
 AVX-512, which makes speculation useless; with AVX-512 this begins at more rows, and sixteen take up to twice as long as
 (W x^T)^T, where the same kernels read the weight once for all rows. The kernels are faster than both, and than torch's
-product of hundreds of rows. Processor, rows and width decide, by benchmarks/few_rows.py. Weights are not copied.
+product of hundreds of rows. Processor, rows and width decide, as the stage `rows` of benchmarks/device showed. Weights
+are not copied.
 
 **Attention** reads key heads of grouped queries in place. Where there is a mask, `transformers` repeats keys and values
 for all heads of a group, since some GPU kernels want it so: whole copies of the cache in each layer. The CPU's kernel

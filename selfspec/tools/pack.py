@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -56,6 +57,7 @@ class PackedFolder:
         bytes: of the file with the weights.
         source_bytes: of the weights in the source's files.
         bits: of a number in a packed weight, all parts counted.
+        parts: bytes of each part of the packed weights, by name.
     """
 
     folder: str
@@ -66,6 +68,7 @@ class PackedFolder:
     bytes: int
     source_bytes: int
     bits: float
+    parts: dict[str, int]
 
 
 def pack(path: str | Path, to: str | Path, *, weights: str = "planes") -> PackedFolder:
@@ -114,7 +117,8 @@ def pack(path: str | Path, to: str | Path, *, weights: str = "planes") -> Packed
         kept=writer.kept,
         bytes=(to / PACKED).stat().st_size,
         source_bytes=source_bytes,
-        bits=8 * writer.packed_bytes / sum(torch.Size(each.shape).numel() for each in writer.weights.values()),
+        bits=8 * writer.parts.total() / sum(torch.Size(each.shape).numel() for each in writer.weights.values()),
+        parts=dict(writer.parts),
     )
 
 
@@ -159,7 +163,7 @@ class _Writer:
         self._header: dict[str, Any] = {}
         self._sums: dict[str, str] = {}
         self.weights: dict[str, PackedShape] = {}
-        self.kept = self.packed_bytes = 0
+        self.kept, self.parts = 0, Counter[str]()
         # Room for a header with this many tensors, whose names are long.
         self._start = 4096 + 1024 * names * len(format.parts)
         file.seek(self._start)
@@ -172,8 +176,8 @@ class _Writer:
     def write_packed(self, name: str, packed: Packed, dtype: torch.dtype, transposed: bool) -> None:
         """Write the parts of a weight, whose values have this dtype."""
         self.weights[name] = PackedShape(tuple(packed.shape), _NAMES[dtype], transposed)
-        self.packed_bytes += packed.nbytes
         for part, values in packed.parts.items():
+            self.parts[part] += values.nbytes
             self._append(f"{name}.{part}", values)
 
     def close(self, source: str, folder: Path) -> None:

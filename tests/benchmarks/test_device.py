@@ -172,7 +172,7 @@ def test_no_case_begins_when_time_is_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["no-such-stage", "--to", "x"], "no stage 'no-such-stage'; choose from first, pieces, waits"),
+        (["no-such-stage", "--to", "x"], "no stage 'no-such-stage'; choose from first, pieces, waits, rows"),
         ([], "--to"),
         (["--device", "cpu", "--to", "x"], "add --miniature"),
         ([*MINIATURE, "--model", "no-such-folder", "--to", "x"], "no-such-folder"),

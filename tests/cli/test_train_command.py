@@ -45,3 +45,5 @@ def test_a_folder_is_packed(said: Said, tmp_path: Path) -> None:
     tiny.llama().bfloat16().save_pretrained(tmp_path / "model")
     found = said("pack", str(tmp_path / "model"), "--to", str(tmp_path / "packed"))
     assert found["packed"] > 0
+    # Of a column whose width is no multiple of a block the rest is filled up.
+    assert found["parts"]["upper"] == 2 * found["parts"]["lower"] > 0
