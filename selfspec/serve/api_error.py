@@ -76,7 +76,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Say what pydantic found wrong, by the field that is deepest in it."""
     # Of a field with several forms, the form that went furthest says most.
     deepest = max(errors, key=lambda error: len(error["loc"]))
-    place = list(map(str, deepest["loc"]))
+    place = [*map(str, deepest["loc"]), *([deepest["ctx"]["name"]] if deepest["type"] == "only" else [])]
     message = str(deepest["msg"]).removeprefix("Value error, ")
     message = re.sub(r" (found )?using (discriminator )?\S+\(\)", "", message)
     field = place[0] if place else _named(message)

@@ -22,6 +22,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from selfspec.serve.api_error import ApiError, validation_error
 
@@ -47,20 +48,30 @@ _MOST_FIELDS, _MOST_BIASES = 64, 4096
 
 
 class Strict(BaseModel):
-    """No field but those that are named, no number for a string, no NaN. A field that is null is not there."""
+    """No field but those that are named, no number for a string, no NaN. A field that is null is not there.
+
+    Fields of `hints` change nothing here and are left unread; those of `only` may say what holds anyway.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    hints: ClassVar[frozenset[str]] = frozenset()
+    only: ClassVar[Mapping[str, Any]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _fields_are_few(cls, fields: Any) -> Any:
+    def _fields_that_count(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
         # Each that is unknown would be reported by itself.
         if len(fields) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
         # Clients send back what they were sent, with fields that say nothing.
-        return {name: value for name, value in fields.items() if value is not None}
+        said = {name: value for name, value in fields.items() if value is not None and name not in cls.hints}
+        for name in cls.only.keys() & said.keys():
+            held, value = cls.only[name], said.pop(name)
+            if value != held or isinstance(value, bool) != isinstance(held, bool):
+                raise PydanticCustomError("only", "may be {held} alone here", {"name": name, "held": repr(held)})
+        return said
 
 
 def _few(values: Any) -> Any:
@@ -69,35 +80,30 @@ def _few(values: Any) -> Any:
     return values
 
 
-class Hints(Strict):
-    """What clients say besides, and what changes nothing here."""
-
-    metadata: Annotated[dict[str, Any], BeforeValidator(_few)] | None = None
-    store: bool | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+HINTS = frozenset(
+    {
+        "metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    }
+)  # fmt: skip
+"""What clients of OpenAI's and Anthropic's interfaces say besides."""
 
 
 class Part(Strict):
-    """A part of a content or a conversation, of one of the `kinds`: of each, the fields that it needs and may have."""
+    """A part of a content or a conversation, of one of the `kinds`: of each its fields; it may lack those with "?"."""
 
-    kinds: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    type: str
+    kinds: ClassVar[Mapping[str, str]] = {}
     # What is read before is kept here in any case.
-    cache_control: dict[str, Any] | None = None
+    hints = frozenset({"cache_control"})
+    type: str
 
     @model_validator(mode="after")
     def _is_of_its_kind(self) -> Self:
         if self.type not in self.kinds:
             raise ValueError(f"type {self.type[:50]!r} is none of {', '.join(self.kinds)}")
-        needed, may = (set(names.split()) for names in self.kinds[self.type])
-        if missing := sorted(needed - self.model_fields_set):
+        told = self.kinds[self.type].split()
+        if missing := [name for name in told if name[-1] != "?" and name not in self.model_fields_set]:
             raise ValueError(f"{self.type} needs {', '.join(missing)}")
-        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
-        if beyond := sorted(given - needed - may - Part.model_fields.keys()):
+        if beyond := sorted(self.model_fields_set - {name.removesuffix("?") for name in told} - {"type"}):
             raise ValueError(f"{self.type} has no {', '.join(beyond)}")
         return self
 
@@ -113,9 +119,9 @@ def _kind_of_prompt(value: Any) -> str | None:
 class StreamOptions(Strict):
     """How a stream is written."""
 
+    hints = frozenset({"include_obfuscation"})
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None
 
 
 class JsonSchema(Strict):
@@ -127,19 +133,12 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class AnswerFormat(Strict):
+class AnswerFormat(Part):
     """Restricts an answer: to any JSON object, a schema, or a regular expression that matches all of it; or not."""
 
-    type: Literal["text", "json_object", "json_schema", "regex"]
+    kinds: ClassVar = {"text": "", "json_object": "", "json_schema": "json_schema", "regex": "pattern"}
     json_schema: JsonSchema | None = None
     pattern: Annotated[str, StringConstraints(min_length=1, max_length=10_000)] | None = None
-
-    @model_validator(mode="after")
-    def _has_what_its_type_needs(self) -> Self:
-        for type_, name in (("json_schema", "json_schema"), ("regex", "pattern")):
-            if (getattr(self, name) is None) == (self.type == type_):
-                raise ValueError(f"{name} is for the type {type_!r}, which needs it")
-        return self
 
 
 class StructuredOutputs(Strict):
@@ -232,12 +231,9 @@ def in_one_piece(content: Any) -> str:
 class TextPart(Strict):
     """A piece of a text, as any door has it."""
 
+    hints = frozenset({"cache_control", "annotations", "citations", "logprobs"})
     type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    annotations: Many[Any] | None = None
-    citations: Many[Any] | None = None
-    logprobs: Many[Any] | None = None
 
 
 Content = str | Many[TextPart]
@@ -250,9 +246,16 @@ class Prediction(Strict):
     content: Content
 
 
-class GenerationFields(Hints):
+class GenerationFields(Strict):
     """What both kinds of request may say."""
 
+    hints = HINTS
+    only: ClassVar = {
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "use_beam_search": False,
+        "length_penalty": 1,
+    }
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -276,11 +279,6 @@ class GenerationFields(Hints):
     stop_token_ids: Annotated[Many[Token], Field(max_length=MOST_STOPS)] | None = None
     draft: Literal["none"] | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Refused unless they say what holds anyway.
-    skip_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -313,6 +311,7 @@ class GenerationFields(Hints):
 class CompletionRequest(GenerationFields):
     """`POST /v1/completions`."""
 
+    only: ClassVar = {**GenerationFields.only, "echo": False, "suffix": ""}
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[Many[str], Tag("texts")]
@@ -325,10 +324,7 @@ class CompletionRequest(GenerationFields):
         ),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # Refused unless they say what holds anyway.
-    echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
     def _means_what_it_says(self) -> CompletionRequest:
@@ -357,13 +353,13 @@ class ToolCall(Strict):
 class Message(Strict):
     """One message of a conversation."""
 
+    only: ClassVar = {"annotations": []}
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    annotations: Annotated[Many[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -391,6 +387,7 @@ class Tool(Strict):
 class ChatCompletionRequest(GenerationFields):
     """`POST /v1/chat/completions`."""
 
+    only: ClassVar = {**GenerationFields.only, "modalities": ["text"]}
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -404,7 +401,6 @@ class ChatCompletionRequest(GenerationFields):
     enable_thinking: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    modalities: Many[Literal["text"]] | None = None
 
     @model_validator(mode="after")
     def _means_what_it_says(self) -> ChatCompletionRequest:

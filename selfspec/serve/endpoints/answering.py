@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_jsonable_python
 from starlette.requests import Request
@@ -52,14 +52,6 @@ class Work:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
-
-
-class _Arrived(NamedTuple):
-    """An event of an answer, and when it came, in seconds since the request's beginning."""
-
-    answer: int
-    seconds: float
-    event: Event
 
 
 class Form(Protocol):
@@ -373,7 +365,7 @@ class Answering:
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
         self._until = self._begun + served.limits.request_seconds
-        self._events: asyncio.Queue[_Arrived] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         # One that is cancelled before it is handed over ends before it is read.
         self._tickets = [Ticket(self._listener(index)) for index in range(len(rows))]
         self.choices = [Choice(served.tokenizer, row.input_ids, stops, work.tools, work.thoughts) for row in rows]
@@ -397,7 +389,8 @@ class Answering:
         first, last = None, dict[int, float]()
         try:
             while growing:
-                index, seconds, event = await self._next()
+                index, event = await self._next()
+                seconds = self._loop.time() - self._begun
                 if index not in growing:
                     continue
                 if isinstance(event, Finished) and event.error is not None:
@@ -433,8 +426,8 @@ class Answering:
                 **({"answers": [choice.text for choice in self.choices]} if self._served.log_text else {}),
             )
 
-    async def _next(self) -> _Arrived:
-        """Wait for the next event of an answer, within the time of the request."""
+    async def _next(self) -> tuple[int, Event]:
+        """Wait for the next event, and the index of its answer, within the time of the request."""
         try:
             async with asyncio.timeout_at(self._until):
                 return await self._events.get()
@@ -455,9 +448,5 @@ class Answering:
         # A prompt is counted once, however many answers it has.
         return replace(counts, cached=sum(each.cached for each in every[:: self._answers]))
 
-    def _listener(self, index: int) -> Callable[[Event], None]:
-        def listen(event: Event) -> None:
-            seconds = self._loop.time() - self._begun
-            self._loop.call_soon_threadsafe(self._events.put_nowait, _Arrived(index, seconds, event))
-
-        return listen
+    def _listener(self, index: int) -> Callable[[Event], object]:
+        return lambda event: self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))

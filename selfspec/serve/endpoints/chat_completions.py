@@ -216,17 +216,13 @@ def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
     return {"content": content, "refusal": None}
 
 
-class Chat(Protocol):
-    """A chat as another API says it."""
+class OtherChat(Protocol):
+    """A chat as another API says it; `renamed` maps fields of ours to what a refusal calls them there."""
+
+    renamed: ClassVar[Mapping[str, str]]
 
     def chat(self, reads: Collection[str]) -> Body:
         """Return the fields of a chat request that say the same; the template reads variables of these names."""
-
-
-class OtherChat(Chat, Protocol):
-    """A chat that asks for an answer; `renamed` maps fields of ours to what a refusal calls them there."""
-
-    renamed: ClassVar[Mapping[str, str]]
 
     def form(self, served: Served, work: Work) -> Form:
         """Return how the answer is written."""
@@ -247,7 +243,7 @@ async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response
         raise
 
 
-async def read_chat(served: Served, http: Request, asked: Chat) -> tuple[ChatCompletionRequest, Work]:
+async def read_chat(served: Served, http: Request, asked: OtherChat) -> tuple[ChatCompletionRequest, Work]:
     """Read a chat of another API into what the engine has to do."""
     reads = served.template.writer(False).variables if served.template else frozenset()
     request = await served.read(lambda: validated(ChatCompletionRequest, asked.chat(reads)))

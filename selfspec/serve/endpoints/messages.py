@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 
 from selfspec.serve.api_error import ApiError
@@ -14,7 +14,7 @@ from selfspec.serve.chat.call_reader import ToolCall
 from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
 from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, called, function, new_id, parsed, read_chat
-from selfspec.serve.schemas import MOST_STOPS, Content, Hints, Many, Part, Stop, Strict, in_one_piece
+from selfspec.serve.schemas import HINTS, MOST_STOPS, Content, Function, Many, Part, Stop, Strict, in_one_piece
 from selfspec.serve.served import Served
 
 _EFFORT = "reasoning_effort"
@@ -24,22 +24,20 @@ class Block(Part):
     """A part of a message."""
 
     kinds: ClassVar = {
-        "text": ("text", "citations"),
-        "tool_use": ("id name input", "caller"),
-        "tool_result": ("tool_use_id", "content is_error"),
-        "thinking": ("thinking", "signature"),
+        "text": "text",
+        "tool_use": "id name input",
+        "tool_result": "tool_use_id content? is_error?",
+        "thinking": "thinking",
     }
+    hints = Part.hints | {"citations", "caller", "signature"}
     text: str = ""
-    citations: Many[Any] | None = None
     id: str = ""
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
-    caller: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: Content | None = None
     is_error: bool | None = None
     thinking: str = ""
-    signature: str | None = None
 
 
 class AnthropicMessage(Strict):
@@ -49,38 +47,32 @@ class AnthropicMessage(Strict):
     content: str | Many[Block]
 
 
-class AnthropicTool(Strict):
+class AnthropicTool(Function):
     """A tool that the model may call."""
 
-    type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] = Field(serialization_alias="parameters")
-    strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None
+    hints = frozenset({"cache_control", "eager_input_streaming"})
+    only: ClassVar = {"type": "custom"}
+    parameters: dict[str, Any] = Field(alias="input_schema")
 
 
-class AnthropicChoice(Strict):
+class AnthropicChoice(Part):
     """Whether tools are called."""
 
-    type: Literal["auto", "any", "tool", "none"]
+    kinds: ClassVar = {
+        "auto": "disable_parallel_tool_use?",
+        "any": "disable_parallel_tool_use?",
+        "tool": "name disable_parallel_tool_use?",
+        "none": "",
+    }
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-    @model_validator(mode="after")
-    def _names_what_it_chooses(self) -> AnthropicChoice:
-        if (self.type == "tool") != (self.name is not None):
-            raise ValueError("name is the tool's where type is 'tool'; elsewhere there is none")
-        return self
 
 
 class Thinking(Strict):
     """Whether the model thinks first; how long it may is for the model to say."""
 
+    hints = frozenset({"budget_tokens", "display"})
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class ContextEdit(Strict):
@@ -90,9 +82,10 @@ class ContextEdit(Strict):
     keep: Literal["all"]
 
 
-class CountRequest(Hints):
+class CountRequest(Strict):
     """`POST /v1/messages/count_tokens`."""
 
+    hints = HINTS
     renamed: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "enable_thinking": "thinking"}
     model: str
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
@@ -110,8 +103,7 @@ class CountRequest(Hints):
         kinds = {"any": "required", "tool": function({"name": choice and choice.name})}
         one = choice and choice.disable_parallel_tool_use
         system = [] if self.system is None else [{"role": "system", "content": in_one_piece(self.system)}]
-        told = {"name", "description", "input_schema", "strict"}
-        tools = [tool.model_dump(by_alias=True, include=told) for tool in self.tools or ()]
+        tools = [tool.model_dump() for tool in self.tools or ()]
         return {
             "model": self.model,
             "messages": system + [each for message in self.messages for each in _messages(message)],
@@ -124,6 +116,9 @@ class CountRequest(Hints):
             # An answer of its own begins where the last message is the assistant's.
             "continue_final_message": True if self.messages[-1].role == "assistant" else None,
         }
+
+    def form(self, served: Served, work: Work) -> Form:
+        return MessageForm(served, work)
 
     def _thinks(self, reads: Collection[str]) -> bool | None:
         """Return whether it is to think; None: that is left to the model, as where it may and has no switch."""
@@ -145,9 +140,6 @@ class MessagesRequest(CountRequest):
     def chat(self, reads: Collection[str]) -> Body:
         alike = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
         return {**super().chat(reads), **alike, "stop": self.stop_sequences or None}
-
-    def form(self, served: Served, work: Work) -> Form:
-        return MessageForm(served, work)
 
 
 async def count_tokens(served: Served, http: Request, request: CountRequest) -> Body:

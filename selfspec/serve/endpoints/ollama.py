@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,18 +24,18 @@ from selfspec.serve.schemas import CompletionRequest, Many, Message, Strict, Too
 from selfspec.serve.served import Served
 from selfspec.version import __version__
 
-# Where the weights lie, for how long, and how much is read at once is said when the server starts.
-_OF_LOADING = frozenset(
-    {
-        "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
-        "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only", "embedding_only",
-    }
-)  # fmt: skip
-
 
 class OllamaOptions(Strict):
     """How an answer is chosen; the defaults are Ollama's."""
 
+    # Where the weights lie, for how long, and how much is read at once is said when the server starts.
+    hints = frozenset(
+        {
+            "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
+            "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only", "embedding_only",
+        }
+    )  # fmt: skip
+    only: ClassVar = {"repeat_last_n": -1, "mirostat": 0, "tfs_z": 1, "typical_p": 1}
     num_predict: int | None = None
     temperature: float = 0.8
     top_k: int = 40
@@ -46,23 +46,12 @@ class OllamaOptions(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repeat_penalty: float | None = None
-    # Refused unless they say what holds anyway.
-    repeat_last_n: Literal[-1] | None = None
-    mirostat: Literal[0] | None = None
-    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
-    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _beside_loading(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if name not in _OF_LOADING}
 
 
 class OllamaRequest(Strict):
     """Holds the fields that `/api/chat` and `/api/generate` share."""
 
+    hints = frozenset({"keep_alive"})
     renamed: ClassVar[Mapping[str, str]] = {
         "max_tokens": "num_predict",
         "response_format": "format",
@@ -75,7 +64,6 @@ class OllamaRequest(Strict):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions = Field(default_factory=OllamaOptions)
     think: bool | str | None = None
-    keep_alive: Any = None
 
     @property
     def alike(self) -> Body:
@@ -143,13 +131,10 @@ class OllamaChat(OllamaRequest):
 class OllamaGenerate(OllamaRequest):
     """`POST /api/generate`."""
 
+    only: ClassVar = {"suffix": "", "template": "", "context": [], "images": []}
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
-    suffix: Literal[""] | None = None
-    template: Literal[""] | None = None
-    context: Annotated[Many[int], Field(max_length=0)] | None = None
-    images: Annotated[Many[Any], Field(max_length=0)] | None = None
 
     def chat(self, reads: Collection[str]) -> Body:
         """Return the fields of a chat request that say the same."""
@@ -161,9 +146,9 @@ class OllamaGenerate(OllamaRequest):
 class ShowRequest(Strict):
     """`POST /api/show`."""
 
+    hints = frozenset({"verbose"})
     model: str = ""
     name: str = ""
-    verbose: bool | None = None
 
 
 async def ollama(served: Served, http: Request, asked: OllamaChat | OllamaGenerate) -> Response | Body:

@@ -17,9 +17,9 @@ from selfspec.serve.choice import Choice, Counts
 from selfspec.serve.endpoints.answering import Body, Form, Work, event
 from selfspec.serve.endpoints.chat_completions import Item, ItemsForm, answer_as, called, function, new_id
 from selfspec.serve.schemas import (
+    HINTS,
     Content,
     Function,
-    Hints,
     JsonSchema,
     Many,
     Part,
@@ -34,11 +34,12 @@ class InputItem(Part):
     """A message of the conversation, what an answer thought, a call that it made, or what that gave."""
 
     kinds: ClassVar = {
-        "message": ("role content", "id status phase"),
-        "function_call": ("call_id name arguments", "id status"),
-        "function_call_output": ("call_id output", "id status"),
-        "reasoning": ("summary", "id status content encrypted_content"),
+        "message": "role content",
+        "function_call": "call_id name arguments",
+        "function_call_output": "call_id output",
+        "reasoning": "content?",
     }
+    hints = Part.hints | {"id", "status", "phase", "summary", "encrypted_content"}
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant", ""] = ""
     content: Content = ""
@@ -46,11 +47,6 @@ class InputItem(Part):
     name: str = ""
     arguments: str = ""
     output: Content = ""
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-    summary: Many[Any] | None = None
-    encrypted_content: str | None = None
 
 
 class ResponseTool(Function):
@@ -80,13 +76,15 @@ class ResponseTextFormat(JsonSchema):
 class ResponseText(Strict):
     """How the text is written."""
 
+    hints = frozenset({"verbosity"})
     format: ResponseTextFormat | None = None
-    verbosity: str | None = None
 
 
-class ResponsesRequest(Hints):
+class ResponsesRequest(Strict):
     """`POST /v1/responses`."""
 
+    hints = HINTS - {"metadata", "store", "user"} | {"client_metadata"}
+    only: ClassVar = {"background": False, "truncation": "disabled"}
     renamed: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -108,10 +106,11 @@ class ResponsesRequest(Hints):
     # How much the model thinks, where its template reads that; the rest hints at how it is shown and kept.
     reasoning: dict[Literal["effort", "summary", "context"], str | None] | None = None
     previous_response_id: str | None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
-    client_metadata: dict[str, Any] | None = None
+    # These come back.
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    user: str | None = None
 
     @property
     def items(self) -> list[InputItem]:
