@@ -46,14 +46,18 @@ class Noise:
         self._rounds: NDArray[np.int64] = np.zeros(len(rows), dtype=np.int64)
         self._device = device
         self._on_host = device.type == "cpu"
-        self._numbers: Sequence[Tensor] = ()
-        self._ahead: list[Tensor] = []
+        self._generator = torch.Generator(device)  # on a GPU it hashes seed and counter
+        self._forget()
 
     def begin_round(self) -> None:
         """Advance each row to its next round, even if the last round committed nothing."""
         # A new array: parts of this noise share the old one.
         self._rounds = self._rounds + 1
-        self._numbers = self._ahead.pop().unbind() if self._ahead else ()
+        if self._ahead:
+            self._bits, numbers = self._ahead.pop()
+            self._numbers = numbers.unbind()
+        else:
+            self._forget()
 
     def narrowed(self, kept: Sequence[int]) -> Noise:
         """Return the noise of the rows at these indices, each with its own key."""
@@ -67,23 +71,36 @@ class Noise:
     def _of_rows(self, keys: NDArray[np.int64], rounds: NDArray[np.int64]) -> Noise:
         noise = copy(self)
         noise._keys, noise._rounds = keys, rounds
-        noise._numbers, noise._ahead = (), []
+        noise._forget()
         return noise
+
+    def _forget(self) -> None:
+        """Hash anew what the round asks for."""
+        # Of this round, `[purposes, rows, places]`: what was hashed, and the same as numbers; and of the next rounds.
+        self._bits: NDArray[np.int64] = np.empty((0, 0, 0), dtype=np.int64)
+        self._numbers: Sequence[Tensor] = ()
+        self._ahead: list[tuple[NDArray[np.int64], Tensor]] = []
+
+    def _hash(self, places: int) -> None:
+        """Hash at least as many places of the round, for every purpose and at once with the next rounds."""
+        if self._bits.shape[-1] >= places:
+            return
+        places, purposes = max(_PLACES_AT_ONCE, places), 2 * len(Purpose)
+        count = max(1, min(_ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE // (len(self._keys) * places * purposes)))
+        rounds = np.arange(count)[:, None, None, None] + self._rounds[:, None]
+        counters = (((rounds << _PURPOSE_BITS) + np.arange(purposes)[:, None, None]) << _PLACE_BITS) + np.arange(places)
+        bits = _mixed(self._keys[:, None] + _GOLDEN * (counters + 1))
+        numbers = to_device(torch.from_numpy(_shifted(bits, 12) * 2.0**-52), self._device)
+        self._ahead = [*zip(bits, numbers, strict=True)][::-1]
+        self._bits, now = self._ahead.pop()
+        self._numbers = now.unbind()
 
     def uniform(self, purpose: int, first: int, count: int) -> Tensor:
         """Return uniform numbers in [0, 1), multiples of 2^-52, `[rows, count]`, float64: float32 would round up to 1.
 
         `purpose` is a `Purpose`, plus `len(Purpose)` for a place's second number; `first` is the round's first place.
         """
-        if not self._numbers or self._numbers[0].shape[1] < first + count:
-            places, purposes = max(_PLACES_AT_ONCE, first + count), 2 * len(Purpose)
-            rounds = max(1, min(_ROUNDS_AT_ONCE, _NUMBERS_AT_ONCE // (len(self._keys) * places * purposes)))
-            bits = self._bits(
-                np.arange(rounds)[:, None, None, None], np.arange(purposes)[:, None, None], np.arange(places)
-            )
-            numbers = torch.from_numpy(_shifted(bits, 12) * 2.0**-52)
-            self._ahead = list(to_device(numbers, self._device).unbind())[::-1]
-            self._numbers = self._ahead.pop().unbind()
+        self._hash(first + count)
         return self._numbers[purpose].narrow(1, first, count)
 
     def lots(self, purpose: Purpose, first: int, count: int, vocabulary: int) -> tuple[Tensor, ...]:
@@ -101,8 +118,9 @@ class Noise:
 
     def race(self, purpose: Purpose, first: int, lots: Tensor) -> Tensor:
         """Fill a tensor of a device with the lots of some places, `[rows, places, vocab]`, and return it."""
-        places = np.arange(first, first + lots.shape[1])
-        return race_noise(lots, self._bits(np.array(0), np.array(purpose), places))
+        last = first + lots.shape[1]
+        self._hash(last)
+        return race_noise(lots, self._bits[purpose, :, first:last], self._generator)
 
     def choose(self, weights: Tensor, positions: Tensor) -> Tensor:
         """Choose the token of each place of the text, `[rows, places]`, by noise that every round shares.
@@ -122,13 +140,6 @@ class Noise:
         # The upper 53 bits make a double in (0, 1).
         uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
         return -uniform.log()
-
-    def _bits(
-        self, rounds: NDArray[np.int64], purposes: NDArray[np.int64], places: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return 64 random bits for each purpose, place and round, counted from this round, `[..., rows, places]`."""
-        counters = ((((rounds + self._rounds[:, None]) << _PURPOSE_BITS) + purposes) << _PLACE_BITS) + places + 1
-        return _mixed(self._keys[:, None] + _GOLDEN * counters)
 
 
 def drawn(weights: Tensor, lots: Sequence[Tensor]) -> Tensor:
@@ -163,9 +174,8 @@ def drawn_by_blocks(weights: Tensor, uniform: Tensor, second: Tensor) -> Tensor:
     return torch.add(token, block, alpha=_BLOCK).clamp_(max=vocab - 1)
 
 
-def race_noise(noise: Tensor, seeds: NDArray[np.int64]) -> Tensor:
+def race_noise(noise: Tensor, seeds: NDArray[np.int64], generator: torch.Generator) -> Tensor:
     """Fill a tensor, `[rows, places, vocab]`, with unit exponentials by seeds, `[rows, places]`, and return it."""
-    generator = torch.Generator(noise.device)  # on a GPU it hashes seed and counter
     for place, seed in zip(noise.flatten(0, 1), seeds.flatten().tolist(), strict=True):
         place.exponential_(generator=generator.manual_seed(seed))
     return noise

@@ -99,7 +99,7 @@ def by_inversion(weights: Tensor, seed: int) -> Tensor:
 def by_race(weights: Tensor, seed: int) -> Tensor:
     rows, places, _ = weights.shape
     seeds = torch.arange(seed, seed + rows * places).reshape(rows, places).numpy()
-    return drawn_by_race(weights, race_noise(torch.empty_like(weights), seeds))
+    return drawn_by_race(weights, race_noise(torch.empty_like(weights), seeds, torch.Generator()))
 
 
 def by_choice(weights: Tensor, seed: int) -> Tensor:
