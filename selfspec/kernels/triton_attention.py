@@ -94,30 +94,31 @@ def attend_run(
         inside = there[:, None] & (slot < slots)[None, :]
         said = tl.load(masked + slot[None, :] * mask_strides[3], mask=inside, other=0)
         sees = inside & ((said.to(wide) > float("-inf")) if is_added else (said != 0))
-        # Slots that no token sees are not read.
+        # Slots that no token sees are not read, and tiles of such slots take no time.
         seen = tl.max(sees.to(tl.int32), 0) > 0
-        key = tl.load(
-            key_start + slot[:, None] * key_strides[2] + inner[None, :] * key_strides[3],
-            mask=seen[:, None] & (inner < width)[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(query, tl.trans(key), out_dtype=wide, input_precision="ieee") * scale
-        if is_added:
-            scores += said.to(wide)
-        scores = tl.where(sees, scores, float("-inf"))
-        above = tl.maximum(most, tl.max(scores, 1))
-        # All weights of a row that has seen no slot yet are 0.
-        shift = tl.where(above == float("-inf"), 0.0, above)
-        weights = tl.exp(scores - shift[:, None])
-        less = tl.exp(most - shift)
-        value = tl.load(
-            value_start + slot[:, None] * value_strides[2] + value_inner[None, :] * value_strides[3],
-            mask=seen[:, None] & (value_inner < value_width)[None, :],
-            other=0.0,
-        )
-        total = total * less + tl.sum(weights, 1)
-        sums = sums * less[:, None] + tl.dot(weights.to(value.dtype), value, out_dtype=wide, input_precision="ieee")
-        most = above
+        if tl.max(seen.to(tl.int32), 0) > 0:
+            key = tl.load(
+                key_start + slot[:, None] * key_strides[2] + inner[None, :] * key_strides[3],
+                mask=seen[:, None] & (inner < width)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(query, tl.trans(key), out_dtype=wide, input_precision="ieee") * scale
+            if is_added:
+                scores += said.to(wide)
+            scores = tl.where(sees, scores, float("-inf"))
+            above = tl.maximum(most, tl.max(scores, 1))
+            # All weights of a row that has seen no slot yet are 0.
+            shift = tl.where(above == float("-inf"), 0.0, above)
+            weights = tl.exp(scores - shift[:, None])
+            less = tl.exp(most - shift)
+            value = tl.load(
+                value_start + slot[:, None] * value_strides[2] + value_inner[None, :] * value_strides[3],
+                mask=seen[:, None] & (value_inner < value_width)[None, :],
+                other=0.0,
+            )
+            total = total * less + tl.sum(weights, 1)
+            sums = sums * less[:, None] + tl.dot(weights.to(value.dtype), value, out_dtype=wide, input_precision="ieee")
+            most = above
     heads = key_heads * group
     batches = tl.num_programs(0) // key_heads
     place = ((tl.program_id(2) * batches + batch) * tokens + token) * heads + head
