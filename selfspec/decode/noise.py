@@ -40,6 +40,11 @@ class Purpose(IntEnum):
 class Noise:
     """The noise of the rows that passes run, by a `seed` of 64 bits, signed, and the number of each row."""
 
+    # Of this round, `[purposes, rows, places]`: what was hashed, and the same as numbers; and both of the next rounds.
+    _bits: NDArray[np.int64]
+    _numbers: Sequence[Tensor]
+    _ahead: list[tuple[NDArray[np.int64], Tensor]]
+
     def __init__(self, seed: int, rows: Sequence[int], device: torch.device) -> None:
         key = _mixed(np.array([seed]))
         self._keys: NDArray[np.int64] = _mixed(key + _GOLDEN * (np.array(rows, dtype=np.int64) + 1))
@@ -76,10 +81,8 @@ class Noise:
 
     def _forget(self) -> None:
         """Hash anew what the round asks for."""
-        # Of this round, `[purposes, rows, places]`: what was hashed, and the same as numbers; and of the next rounds.
-        self._bits: NDArray[np.int64] = np.empty((0, 0, 0), dtype=np.int64)
-        self._numbers: Sequence[Tensor] = ()
-        self._ahead: list[tuple[NDArray[np.int64], Tensor]] = []
+        self._bits = np.empty((0, 0, 0), dtype=np.int64)
+        self._numbers, self._ahead = (), []
 
     def _hash(self, places: int) -> None:
         """Hash at least as many places of the round, for every purpose and at once with the next rounds."""
