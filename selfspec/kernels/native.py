@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, lru_cache
@@ -252,7 +252,13 @@ def few_rows(
     An output is summed in the same order for any number of rows and threads. Inputs are first multiplied by `factors`,
     `[in]`, in float32; a weight in int8 has `scales`, `[out]`.
     """
-    return _by(_multiply, torch.ops.selfspec.few_rows, states, weight, bias, scales, factors)
+    if weight.dtype not in _OF_WEIGHTS:
+        raise RuntimeError(f"few_rows: weights in {weight.dtype}")
+    if weight.dtype == torch.int8 and scales is None:
+        raise RuntimeError("few_rows: weights in int8 need scales")
+    number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
+    parts = () if scales is None else (scales.to(torch.float32),)
+    return few_rows_packed(states, weight, parts, number, 0, weight.shape[-1], factors, bias)
 
 
 def few_rows_packed(
@@ -263,6 +269,7 @@ def few_rows_packed(
     setting: int,
     inputs: int,
     factors: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply rows, `[..., inputs]` to `[..., out]`, with a packed weight on the CPU.
 
@@ -274,10 +281,10 @@ def few_rows_packed(
         setting: a number to which the format gives a meaning.
         inputs: of the weight.
         factors: of the inputs.
+        bias: of the outputs.
     """
-    return _by(
-        _multiply_packed, torch.ops.selfspec.few_rows_packed, states, weight, parts, format, setting, inputs, factors
-    )
+    others = (parts, format, setting, inputs, factors, bias)
+    return _by(_multiply, torch.ops.selfspec.few_rows, states, weight, *others)
 
 
 def rows_packed(
@@ -378,22 +385,6 @@ def _by(kernel: Callable[..., Tensor], operator: Any, states: Tensor, weight: Te
 
 
 def _multiply(
-    states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, factors: Tensor | None
-) -> Tensor:
-    if weight.dtype not in _OF_WEIGHTS:
-        raise RuntimeError(f"few_rows: weights in {weight.dtype}")
-    if weight.dtype == torch.int8 and scales is None:
-        raise RuntimeError("few_rows: weights in int8 need scales")
-    if weight.dim() != 2 or not states.dim() or states.shape[-1] != weight.shape[1]:
-        raise RuntimeError("few_rows: sizes do not match")
-    if not weight.is_contiguous():
-        raise RuntimeError("few_rows: the weight is not contiguous")
-    number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
-    held = {"bias": bias, "factors": factors}
-    return _product(states, number, weight, held, parts=[None if scales is None else _read(scales, torch.float32)])
-
-
-def _multiply_packed(
     states: Tensor,
     weight: Tensor,
     parts: Sequence[Tensor | None],
@@ -401,16 +392,27 @@ def _multiply_packed(
     setting: int,
     inputs: int,
     factors: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     if weight.dim() != 2 or not states.dim() or states.shape[-1] != inputs:
-        raise RuntimeError("few_rows_packed: sizes do not match")
+        raise RuntimeError("few_rows: sizes do not match")
     _check_contiguous(weight, parts)
-    return _product(states, format, weight, {"factors": factors}, parts, setting)
+    (*shape, inputs), outputs = states.shape, weight.shape[0]
+    dtype = torch.float64 if format == FLOAT64 else torch.float32
+    found = torch.empty(*shape, outputs, dtype=dtype)
+    held = {"bias": bias, "factors": factors}
+    others = [_read(held.get(name), dtype) for name in HELD]
+    given, made = (each.view(math.prod(shape), each.shape[-1]) for each in (states.to(dtype).contiguous(), found))
+    for some, to in zip(given.split(MOST_ROWS), made.split(MOST_ROWS), strict=True):
+        sizes = (format, len(some), inputs, outputs, setting)
+        operands = (*sizes, some, weight, *all_parts(parts, None), *others, to)
+        run_one(Kind.PRODUCT, operands, _threads(len(some) * inputs * outputs))
+    return found if states.dtype == dtype else found.to(states.dtype)
 
 
 def _check_contiguous(weight: Tensor, parts: Sequence[Tensor | None]) -> None:
     if not all(each is None or each.is_contiguous() for each in (weight, *parts)):
-        raise RuntimeError("packed weights are contiguous")
+        raise RuntimeError("few_rows: weights are contiguous")
 
 
 def _read_rows(
@@ -437,27 +439,6 @@ def all_parts(parts: Sequence[_Each], missing: _Each) -> list[_Each]:
 
 HELD = ("bias", "residual", "factors")
 """Names of the operands of a product behind the parts of its weight, in the order of `program.cpp`; any may miss."""
-
-
-def _product(
-    states: Tensor,
-    number: int,
-    weight: Tensor,
-    held: Mapping[str, Tensor | None],
-    parts: Sequence[Tensor | None] = (),
-    setting: int = 0,
-) -> Tensor:
-    """Multiply with a weight of a number in `program.cpp`; its first size is that of the outputs."""
-    (*shape, inputs), outputs = states.shape, weight.shape[0]
-    dtype = torch.float64 if number == FLOAT64 else torch.float32
-    found = torch.empty(*shape, outputs, dtype=dtype)
-    others = [_read(held.get(name), dtype) for name in HELD]
-    given, made = (each.view(math.prod(shape), each.shape[-1]) for each in (states.to(dtype).contiguous(), found))
-    for some, to in zip(given.split(MOST_ROWS), made.split(MOST_ROWS), strict=True):
-        sizes = (number, len(some), inputs, outputs, setting)
-        operands = (*sizes, some, weight, *all_parts(parts, None), *others, to)
-        run_one(Kind.PRODUCT, operands, _threads(len(some) * inputs * outputs))
-    return found if states.dtype == dtype else found.to(states.dtype)
 
 
 def _read(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -511,11 +492,9 @@ def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor
 
 
 _PACKED = "Tensor weight, Tensor?[] parts, int format, int setting, int inputs"
-_OF_PRODUCT = "(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, Tensor? factors) -> Tensor"
 # What graphs hold: what each gives on the CPU, and its shape.
 for _name, _of, _kernel, _shape in (
-    ("few_rows", _OF_PRODUCT, _multiply, _multiplied),
-    ("few_rows_packed", f"(Tensor x, {_PACKED}, Tensor? factors) -> Tensor", _multiply_packed, _multiplied),
+    ("few_rows", f"(Tensor x, {_PACKED}, Tensor? factors, Tensor? bias) -> Tensor", _multiply, _multiplied),
     ("rows_packed", f"(Tensor ids, {_PACKED}, ScalarType dtype) -> Tensor", _read_rows, _read_out),
     ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize, _normed),
     ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend, _attended),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from selfspec.kernels.native import FLOAT_COLUMNS, HELD, IN_FLOAT32, MOST_ROWS, NUMBERS, PARTS, Kind, all_parts
+from selfspec.kernels.native import FLOAT64, FLOAT_COLUMNS, HELD, IN_FLOAT32, MOST_ROWS, NUMBERS, PARTS, Kind, all_parts
 from selfspec.runtime import noting
 from selfspec.runtime.native.instructions import (
     DIMS,
@@ -135,7 +135,6 @@ class _Lowering:
             aten.addmm.default: self._product_of_columns,
             aten.mm.default: self._product_of_columns,
             torch.ops.selfspec.few_rows.default: self._product,
-            torch.ops.selfspec.few_rows_packed.default: self._product_with_packed,
             torch.ops.selfspec.rows_packed.default: self._rows_of_packed,
             torch.ops.selfspec.rms_norm.default: self._rms_norm,
             torch.ops.selfspec.attend.default: self._attend,
@@ -325,24 +324,15 @@ class _Lowering:
     # Products and norms.
 
     def _product(self, node: Any) -> Value:
-        """Lower a product of `selfspec.kernels.native` with a plain weight."""
-        given = {
-            argument.name: self._value(each)
-            for argument, each in zip(node.target._schema.arguments, node.args, strict=False)
-            if each is not None
-        }
-        states, weight, scales = given.pop("x"), given.pop("weight"), given.pop("scales", None)
-        if not weight.layout.is_contiguous():
-            raise RecordingError("programs read weights row by row")
-        parts = [] if scales is None else [self._contiguous(scales).place]
-        return self._multiplied(states, weight, NUMBERS[weight.layout.dtype], weight.layout.shape[0], given, parts)
-
-    def _product_with_packed(self, node: Any) -> Value:
-        of_states, of_weight, of_parts, number, setting, _, of_factors = node.args
+        """Lower a product of `selfspec.kernels.native`."""
+        of_states, of_weight, of_parts, number, setting, _, *of_held = node.args
+        if number == FLOAT64:
+            raise RecordingError("programs compute in float32")
         weight, parts = self._of_packed(of_weight, of_parts)
-        factors = {} if of_factors is None else {"factors": self._value(of_factors)}
+        named = zip(("factors", "bias"), of_held, strict=True)
+        held = {name: self._value(each) for name, each in named if each is not None}
         outputs = weight.layout.shape[0]
-        return self._multiplied(self._value(of_states), weight, number, outputs, factors, parts, setting)
+        return self._multiplied(self._value(of_states), weight, number, outputs, held, parts, setting)
 
     def _of_packed(self, of_weight: Any, of_parts: Any) -> tuple[Value, list[Place]]:
         """Return the first part of a packed weight, and where the others are: each is read as it lies."""
