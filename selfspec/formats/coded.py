@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.formats.format import Format
 from selfspec.formats.groups import AT_ONCE, SCALES
-from selfspec.formats.packed import KernelLinear, Operands, Packed, fixed
+from selfspec.formats.packed import KernelLinear, Packed, fixed
 from selfspec.kernels import native
 
 # Numbers in `groups.h` of scales in bytes: exponents, or rounded themselves.
@@ -46,11 +46,11 @@ class CodedLinear(KernelLinear):
         self.outputs = 1 if rows == self.out_features else self.out_features if rows == 1 else self.inputs
 
     @property
-    def operands(self) -> Operands:
+    def operands(self) -> native.Operands:
         scale = SCALES.get(self.scales.dtype, _ROUNDED if self.numbers.numel() > _NAMED else _EXPONENTS)
         setting = self.kind | scale << 8 | self.inputs << 16 | self.outputs << 40
         numbers = self.numbers if self.numbers.numel() else None
-        return Operands(self.codes, (self.scales, None, numbers), native.GROUPS, setting)
+        return native.Operands(self.codes, (self.scales, None, numbers), native.GROUPS, self.in_features, setting)
 
     def decoded(self, numbers: Tensor) -> Tensor:
         found: Tensor = self.named(self.codes[numbers]).unflatten(1, (-1, self.inputs))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from selfspec.errors import UnsupportedOptionError
 from selfspec.formats.format import Format
-from selfspec.formats.packed import KernelLinear, Operands, Packed, PackedWeight, fixed, some_rows
+from selfspec.formats.packed import KernelLinear, Packed, PackedWeight, fixed, some_rows
 from selfspec.kernels import native
 from selfspec.kernels.native import BLOCKS
 
@@ -41,9 +41,9 @@ class BlocksLinear(KernelLinear):
         self.blocks = fixed(blocks.view(PLAIN[kind]) if kind in PLAIN else blocks)
 
     @property
-    def operands(self) -> Operands:
+    def operands(self) -> native.Operands:
         number = native.NUMBERS[PLAIN[self.kind]] if self.kind in PLAIN else BLOCKS[self.kind].number
-        return Operands(self.blocks, (), number)
+        return native.Operands(self.blocks, (), number, self.in_features)
 
     def decoded(self, numbers: Tensor) -> Tensor:
         if self.kind in PLAIN:

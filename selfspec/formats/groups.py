@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.formats.format import Format
-from selfspec.formats.packed import KernelLinear, Operands, Packed, fixed
+from selfspec.formats.packed import KernelLinear, Packed, fixed
 from selfspec.kernels import native
 
 SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -36,10 +36,10 @@ class GroupsLinear(KernelLinear):
         self.group_size = self.in_features // self.scales.shape[1]
 
     @property
-    def operands(self) -> Operands:
+    def operands(self) -> native.Operands:
         setting = self.bits | SCALES[self.scales.dtype] << 8 | self.group_size << 16 | 1 << 40
         zeros = self.zeros if self.zeros.numel() else None
-        return Operands(self.codes, (self.scales, zeros), native.GROUPS, setting)
+        return native.Operands(self.codes, (self.scales, zeros), native.GROUPS, self.in_features, setting)
 
     def decoded(self, numbers: Tensor) -> Tensor:
         codes = unpacked(self.codes[numbers], self.bits).unflatten(1, (-1, self.group_size))

@@ -60,8 +60,8 @@ class Int4Linear(RoundedLinear):
 
     def product(self, states: Tensor) -> Tensor:
         if self.kernels is Kernels.NATIVE:
-            held = (self.levels, (), native.FOUR_BITS, 0, self.in_features, self.factors)
-            return native.few_rows_packed(states, *held)
+            held = native.Operands(self.levels, (), native.FOUR_BITS, self.in_features)
+            return native.few_rows_packed(states, held, self.factors)
         if self.kernels is Kernels.TRITON:
             return by_triton(states, self.factors, self.levels, self.scales)
         on_cpu = states.device.type == "cpu"

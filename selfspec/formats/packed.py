@@ -114,21 +114,6 @@ def _room() -> _Room:
     return _Room()
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Holds what `selfspec.kernels.native.few_rows_packed` reads a weight by, as its arguments describe it."""
-
-    weight: Tensor
-    parts: tuple[Tensor | None, ...]
-    format: int
-    setting: int = 0
-
-    @property
-    def all(self) -> tuple[Tensor, tuple[Tensor | None, ...], int, int]:
-        """The arguments, in their order."""
-        return self.weight, self.parts, self.format, self.setting
-
-
 class KernelLinear(PackedLinear):
     """Multiplies few rows by a kernel for the packed weight, and many by the dense weight, in panels.
 
@@ -137,7 +122,7 @@ class KernelLinear(PackedLinear):
 
     @property
     @abstractmethod
-    def operands(self) -> Operands:
+    def operands(self) -> native.Operands:
         """Operands of the kernel."""
 
     @abstractmethod
@@ -157,7 +142,7 @@ class KernelLinear(PackedLinear):
         trains = states.requires_grad and torch.is_grad_enabled()
         if rows > most or trains or torch.is_autocast_enabled("cpu"):
             return self._of_many(states)
-        return native.few_rows_packed(states, *self.operands.all, self.in_features)
+        return native.few_rows_packed(states, self.operands)
 
     def _of_many(self, states: Tensor) -> Tensor:
         # Gradients, graphs and autocast may read the weight later.
@@ -174,7 +159,7 @@ class KernelLinear(PackedLinear):
     def _joined(self, ids: Tensor) -> Tensor:
         """Return rows of the dense weight, by their numbers, in memory that the next call writes to."""
         weight = _room().of(len(ids), self.in_features, self.dtype)
-        native.read_rows_to(weight, ids, *self.operands.all)
+        native.read_rows_to(weight, ids, self.operands)
         return weight
 
     def join(self) -> Tensor:
@@ -184,7 +169,7 @@ class KernelLinear(PackedLinear):
         if not self.is_native:
             return self.decoded(ids.flatten()).to(self.dtype).reshape(*ids.shape, self.in_features).contiguous()
         made = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        found = native.rows_packed(ids, *self.operands.all, self.in_features, made)
+        found = native.rows_packed(ids, self.operands, made)
         # As one operation also where a graph is made.
         return found if made == self.dtype else torch.ops.aten._to_copy(found, dtype=self.dtype)
 

@@ -23,7 +23,6 @@ from torch.nn import functional
 from selfspec.formats.format import Format
 from selfspec.formats.packed import (
     KernelLinear,
-    Operands,
     Packed,
     PackedLinear,
     UnsupportedWeightError,
@@ -55,8 +54,8 @@ class PlanesLinear(KernelLinear):
         self.upper, self.lower, self.rows, self.escapes = (fixed(packed[part]) for part in Planes.parts)
 
     @property
-    def operands(self) -> Operands:
-        return Operands(self.upper, (self.lower, self.rows, self.escapes), native.PLANES)
+    def operands(self) -> native.Operands:
+        return native.Operands(self.upper, (self.lower, self.rows, self.escapes), native.PLANES, self.in_features)
 
     def product(self, states: Tensor) -> Tensor:
         if kernels_of(self.upper.device) is Kernels.TRITON:

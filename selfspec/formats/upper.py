@@ -28,7 +28,8 @@ class UpperLinear(PackedLinear):
         if kernels_of(self.upper.device) is Kernels.TRITON:
             return by_triton(states, self.rows_of, self.upper, self.rows)
         if self.upper.device.type == "cpu" and native.available():
-            return native.few_rows_packed(states, self.upper, (self.rows,), native.UPPER, 0, self.in_features)
+            held = native.Operands(self.upper, (self.rows,), native.UPPER, self.in_features)
+            return native.few_rows_packed(states, held)
         return functional.linear(states, self.join())
 
     def join(self) -> Tensor:

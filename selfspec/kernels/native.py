@@ -244,6 +244,30 @@ def _of_one(kind: Kind, operands: tuple[int | type[Tensor] | None, ...]) -> Word
     return words([*program, int(Kind.END)])
 
 
+@dataclass(frozen=True)
+class Operands:
+    """Holds a weight, `[out, in]`, as `program.cpp` reads it.
+
+    Attributes:
+        weight: the first part, `[out, ...]`.
+        parts: at most `PARTS` more; each is read as it lies.
+        format: its number there, by which the parts are understood.
+        inputs: how many there are.
+        setting: a number to which the format gives a meaning.
+    """
+
+    weight: Tensor
+    parts: Sequence[Tensor | None]
+    format: int
+    inputs: int
+    setting: int = 0
+
+    @property
+    def all(self) -> tuple[Tensor, Sequence[Tensor | None], int, int, int]:
+        """What operators take of them, in their order."""
+        return self.weight, self.parts, self.format, self.setting, self.inputs
+
+
 def few_rows(
     states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, factors: Tensor | None = None
 ) -> Tensor:
@@ -258,64 +282,28 @@ def few_rows(
         raise RuntimeError("few_rows: weights in int8 need scales")
     number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
     parts = () if scales is None else (scales.to(torch.float32),)
-    return few_rows_packed(states, weight, parts, number, 0, weight.shape[-1], factors, bias)
+    return few_rows_packed(states, Operands(weight, parts, number, weight.shape[-1]), factors, bias)
 
 
 def few_rows_packed(
-    states: Tensor,
-    weight: Tensor,
-    parts: Sequence[Tensor | None],
-    format: int,
-    setting: int,
-    inputs: int,
-    factors: Tensor | None = None,
-    bias: Tensor | None = None,
+    states: Tensor, held: Operands, factors: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply rows, `[..., inputs]` to `[..., out]`, with a packed weight on the CPU.
-
-    Args:
-        states: the rows, first multiplied by `factors`, `[inputs]` in float32, where there are any.
-        weight: the first part, `[out, ...]`.
-        parts: at most `PARTS` more; each is read as it lies.
-        format: its number in `program.cpp`, which knows what the parts mean.
-        setting: a number to which the format gives a meaning.
-        inputs: of the weight.
-        factors: of the inputs.
-        bias: of the outputs.
-    """
-    others = (parts, format, setting, inputs, factors, bias)
-    return _by(_multiply, torch.ops.selfspec.few_rows, states, weight, *others)
+    """Multiply rows, `[..., in]` to `[..., out]`, with a packed weight on the CPU, as `few_rows` does."""
+    return _by(_multiply, torch.ops.selfspec.few_rows, states, *held.all, factors, bias)
 
 
-def rows_packed(
-    ids: Tensor,
-    weight: Tensor,
-    parts: Sequence[Tensor | None],
-    format: int,
-    setting: int,
-    inputs: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Read rows of a packed weight, `[..., inputs]`, by numbers `[...]`; NaN: there is no such row.
-
-    `dtype` is float32 or bfloat16; the rest is as in `few_rows_packed`.
-    """
-    return _by(_read_rows, torch.ops.selfspec.rows_packed, ids, weight, parts, format, setting, inputs, dtype)
+def rows_packed(ids: Tensor, held: Operands, dtype: torch.dtype) -> Tensor:
+    """Read rows of a packed weight, `[..., in]` in float32 or bfloat16, by numbers `[...]`; NaN: there is none."""
+    return _by(_read_rows, torch.ops.selfspec.rows_packed, ids, *held.all, dtype)
 
 
-def read_rows_to(
-    found: Tensor,
-    ids: Tensor,
-    weight: Tensor,
-    parts: Sequence[Tensor | None],
-    format: int,
-    setting: int,
-) -> None:
-    """Write rows of a packed weight to `found`, `[..., inputs]`, as `rows_packed` reads them; all lies on the CPU."""
-    _check_contiguous(weight, parts)
+def read_rows_to(found: Tensor, ids: Tensor, held: Operands) -> None:
+    """Write rows of a packed weight to `found`, `[..., in]`, as `rows_packed` reads them; all lies on the CPU."""
+    _check_contiguous(held.weight, held.parts)
     numbers = ids.to(torch.int64).contiguous()
-    sizes = (format, weight.shape[0], found.shape[-1], numbers.numel(), NUMBERS[found.dtype], setting)
-    run_one(Kind.EMBED, (*sizes, weight, *all_parts(parts, None), numbers, found), _threads(found.numel()))
+    sizes = (held.format, held.weight.shape[0], held.inputs, numbers.numel(), NUMBERS[found.dtype], held.setting)
+    operands = (*sizes, held.weight, *all_parts(held.parts, None), numbers, found)
+    run_one(Kind.EMBED, operands, _threads(found.numel()))
 
 
 def in_blocks(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -425,7 +413,7 @@ def _read_rows(
     dtype: torch.dtype,
 ) -> Tensor:
     found = torch.empty(*ids.shape, inputs, dtype=dtype)
-    read_rows_to(found, ids, weight, parts, format, setting)
+    read_rows_to(found, ids, Operands(weight, parts, format, inputs, setting))
     return found
 
 

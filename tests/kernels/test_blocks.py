@@ -49,7 +49,7 @@ def test_products_are_those_of_the_dense_weight_to_the_bit(kind: str, variant: s
             expected = torch.nn.functional.linear(states[:rows], dense)
         else:
             expected = native.few_rows(states[:rows], dense, None)
-            found = native.few_rows_packed(states[:rows], *layer.operands.all, inputs)
+            found = native.few_rows_packed(states[:rows], layer.operands)
             assert torch.equal(found, expected), rows
         torch.testing.assert_close(layer.product(states[:rows]), expected, rtol=1e-4, atol=1e-2)
 

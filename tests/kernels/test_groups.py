@@ -46,7 +46,7 @@ def check_is(layer: KernelLinear, rounded: KernelLinear, weight: torch.Tensor, v
             if variant is None:
                 assert torch.equal(layer.product(states), states @ weight.t())
             else:
-                found = native.few_rows_packed(states, *layer.operands.all, layer.in_features)
+                found = native.few_rows_packed(states, layer.operands)
                 assert torch.equal(found, native.few_rows(states, weight, None))
 
 

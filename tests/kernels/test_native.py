@@ -200,6 +200,10 @@ def test_autocast_computes_in_its_own_dtype(rows: int) -> None:
 BYTES = torch.ones(2, 20, dtype=torch.uint8)
 
 
+def _packed(states: torch.Tensor, weight: torch.Tensor, _: None) -> torch.Tensor:
+    return native.few_rows_packed(states, native.Operands(weight, (), native.FOUR_BITS, 32))
+
+
 @pytest.mark.parametrize(
     ("product", "states", "weight", "message"),
     [
@@ -207,15 +211,15 @@ BYTES = torch.ones(2, 20, dtype=torch.uint8)
         (native.few_rows, torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
         (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),
         (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int8), "need scales"),
-        (native.few_rows_packed, torch.ones(1, 64), BYTES, "sizes"),
-        (native.few_rows_packed, torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
+        (_packed, torch.ones(1, 64), BYTES, "sizes"),
+        (_packed, torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
     ],
 )
 def test_what_it_cannot_multiply_is_refused(
     product: Callable[..., torch.Tensor], states: torch.Tensor, weight: torch.Tensor, message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        product(states, weight, *([None] if product is native.few_rows else [(), native.FOUR_BITS, 0, 32]))
+        product(states, weight, None)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +231,12 @@ def test_generation_runs_on_them(draft: selfspec.drafts.Drafter | None, monkeypa
     model = tiny.llama().float()
     ids = tiny.prompt(9, 2)
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    products = {name: mock.Mock(wraps=getattr(native, name)) for name in ("few_rows", "few_rows_packed")}
-    for name, product in products.items():
-        monkeypatch.setattr(native, name, product)
+    product = mock.Mock(wraps=native.few_rows_packed)
+    monkeypatch.setattr(native, "few_rows_packed", product)
     spec = selfspec.wrap(model, draft, draft_length=3, runtime=selfspec.runtime.Eager())
     for _ in range(3):
         assert torch.equal(spec.generate(ids, max_new_tokens=24, do_sample=False).sequences, wanted)
-    asked = {call.args[1].dtype for product in products.values() for call in product.call_args_list}
+    asked = {call.args[1].weight.dtype for call in product.call_args_list}
     assert torch.float32 in asked
     assert (torch.int8 in asked) == (draft == selfspec.drafts.LowPrecision())
     assert (torch.uint8 in asked) == (draft == selfspec.drafts.LowPrecision(4))
