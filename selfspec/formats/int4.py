@@ -13,15 +13,7 @@ from torch.nn import functional
 
 from selfspec.errors import DraftConfigError
 from selfspec.formats.packed import Packed, fixed
-from selfspec.formats.rounding import (
-    Kernels,
-    Rounded,
-    RoundedLinear,
-    as_kept,
-    by_aten,
-    by_triton,
-    kernels_of,
-)
+from selfspec.formats.rounding import Kernels, Rounded, RoundedLinear, as_kept, kernels_of
 from selfspec.kernels import native
 
 _GROUPS = (32, 64, 128, 256)
@@ -58,16 +50,15 @@ class Int4Linear(RoundedLinear):
         native_takes = self.group_size == native.GROUP_SIZE
         return Kernels.ATEN if kernels is Kernels.NATIVE and not native_takes else kernels
 
-    def product(self, states: Tensor) -> Tensor:
-        if self.kernels is Kernels.NATIVE:
-            held = native.Operands(self.levels, (), native.FOUR_BITS, self.in_features)
-            return native.few_rows_packed(states, held, self.factors)
-        if self.kernels is Kernels.TRITON:
-            return by_triton(states, self.factors, self.levels, self.scales)
-        on_cpu = states.device.type == "cpu"
+    @property
+    def operands(self) -> native.Operands:
+        return native.Operands(self.levels, (), native.FOUR_BITS, self.in_features)
+
+    def by_aten(self, rows: Tensor) -> Tensor:
+        on_cpu = rows.device.type == "cpu"
         kernel = torch.ops.aten._weight_int4pack_mm_for_cpu if on_cpu else torch.ops.aten._weight_int4pack_mm
-        packed = (self.levels, self.group_size, self.scales_and_zeros)
-        return by_aten(lambda rows: kernel(rows, *packed), self.scaled(states))
+        product: Tensor = kernel(rows, self.levels, self.group_size, self.scales_and_zeros)
+        return product
 
 
 @cache

@@ -11,15 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfspec.formats.packed import Packed, fixed
-from selfspec.formats.rounding import (
-    Kernels,
-    Rounded,
-    RoundedLinear,
-    as_kept,
-    by_aten,
-    by_triton,
-    kernels_of,
-)
+from selfspec.formats.rounding import Kernels, Rounded, RoundedLinear, as_kept, kernels_of
 from selfspec.kernels import native
 
 # With other numbers of inputs ATen's kernel for 8 bits (torch 2.13) reads past the weight: it crashes or is wrong.
@@ -40,13 +32,13 @@ class Int8Linear(RoundedLinear):
         scales = packed["scales"]
         self.scales = fixed(scales.float() if self.kernels is Kernels.NATIVE else scales)
 
-    def product(self, states: Tensor) -> Tensor:
-        if self.kernels is Kernels.NATIVE:
-            return native.few_rows(states, self.levels, None, self.scales, self.factors)
-        if self.kernels is Kernels.TRITON:
-            return by_triton(states, self.factors, self.levels, self.scales)
-        product = torch.ops.aten._weight_int8pack_mm
-        return by_aten(lambda rows: product(rows, self.levels, self.scales), self.scaled(states))
+    @property
+    def operands(self) -> native.Operands:
+        return native.Operands(self.levels, (self.scales,), native.NUMBERS[torch.int8], self.in_features)
+
+    def by_aten(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.levels, self.scales)
+        return product
 
 
 @dataclass(frozen=True)

@@ -126,27 +126,33 @@ def has_kernels(kind: str) -> bool:
 class RoundedLinear(PackedLinear):
     """Multiplies by a rounded weight, by the kernels of its device."""
 
+    levels: Tensor
+    scales: Tensor
+
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(packed, bias, dtype)
         self.factors = fixed(packed["factors"])
         self.kernels = kernels_of(packed["levels"].device)
 
-    def scaled(self, states: Tensor) -> Tensor:
-        """Return the inputs, `[..., in]`, multiplied by the factors, in their dtype."""
-        return (states * self.factors).to(states.dtype)
+    @property
+    @abstractmethod
+    def operands(self) -> native.Operands:
+        """What selfspec's own kernels read of the weight."""
 
+    @abstractmethod
+    def by_aten(self, rows: Tensor) -> Tensor:
+        """Multiply rows, `[rows, in]` to `[rows, out]` in bfloat16, by ATen's kernel."""
 
-def by_triton(states: Tensor, factors: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """Multiply states, `[..., in]` to `[..., out]`, in Triton."""
-    # Triton is not installed everywhere.
-    from selfspec.kernels.triton_products import low_bits_product
+    def product(self, states: Tensor) -> Tensor:
+        if self.kernels is Kernels.NATIVE:
+            return native.few_rows_packed(states, self.operands, self.factors)
+        if self.kernels is Kernels.TRITON:
+            # Triton is not installed everywhere.
+            from selfspec.kernels.triton_products import low_bits_product
 
-    return in_rows(lambda rows: low_bits_product(rows, factors, levels, scales), states)
-
-
-def by_aten(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Call one of ATen's kernels, which take and return `[rows, in]` and `[rows, out]`, in bfloat16."""
-    return in_rows(lambda rows: product(rows.to(torch.bfloat16)), states)
+            return in_rows(lambda rows: low_bits_product(rows, self.factors, self.levels, self.scales), states)
+        scaled = (states * self.factors).to(states.dtype)
+        return in_rows(lambda rows: self.by_aten(rows.to(torch.bfloat16)), scaled)
 
 
 def in_rows(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:

@@ -426,7 +426,7 @@ CATALOGUE = (
     Mutation("the columns of a head are divided, whose inputs do not make up for them", "Substitutes._packed",
         "name == self._head", "False", ("test_a_head_is_rounded_as_it_is_and_layers_by_the_size_of_their_columns",)),
     Mutation("inputs of products in few bits are not multiplied by what columns were divided by",
-        "RoundedLinear.scaled", "(states * self.factors)", "states", ("test_low_precision.py",)),
+        "RoundedLinear.product", "(states * self.factors)", "states", ("test_low_precision.py",)),
     Mutation("a program leaves the factors of inputs out", "_Lowering._multiplied",
         "places.get(name, NOWHERE)", 'NOWHERE if name == "factors" else places.get(name, NOWHERE)',
         ("test_program.py",)),
