@@ -30,7 +30,7 @@ MOST_ROWS = 1024
 """The most rows of one operation; a product of more is several."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Dtypes of weights that the kernels take, besides int8."""
+"""Dtypes of weights that the kernels take as they are."""
 
 IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights and slots that the kernels read to compute in float32, and in which they store slots."""
@@ -72,7 +72,6 @@ CHOICE = "SELFSPEC_KERNELS"
 _LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 _FOLDER = _SOURCES / "built"
-_OF_WEIGHTS = (*DTYPES, torch.int8)
 # Multiplications below which waking another thread takes longer than the work.
 _WORTH_A_THREAD = 1 << 16
 
@@ -268,27 +267,25 @@ class Operands:
         return self.weight, self.parts, self.format, self.setting, self.inputs
 
 
-def few_rows(
-    states: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None, factors: Tensor | None = None
-) -> Tensor:
+def few_rows(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply rows, `[..., in]` to `[..., out]`, with a contiguous weight `[out, in]` on the CPU.
 
-    An output is summed in the same order for any number of rows and threads. Inputs are first multiplied by `factors`,
-    `[in]`, in float32; a weight in int8 has `scales`, `[out]`.
+    An output is summed in the same order for any number of rows and threads.
     """
-    if weight.dtype not in _OF_WEIGHTS:
+    if weight.dtype not in DTYPES:
         raise RuntimeError(f"few_rows: weights in {weight.dtype}")
-    if weight.dtype == torch.int8 and scales is None:
-        raise RuntimeError("few_rows: weights in int8 need scales")
     number = FLOAT64 if weight.dtype == torch.float64 else NUMBERS[weight.dtype]
-    parts = () if scales is None else (scales.to(torch.float32),)
-    return few_rows_packed(states, Operands(weight, parts, number, weight.shape[-1]), factors, bias)
+    return few_rows_packed(states, Operands(weight, (), number, weight.shape[-1]), bias=bias)
 
 
 def few_rows_packed(
     states: Tensor, held: Operands, factors: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply rows, `[..., in]` to `[..., out]`, with a packed weight on the CPU, as `few_rows` does."""
+    """Multiply rows, `[..., in]` to `[..., out]`, with a packed weight on the CPU, as `few_rows` does.
+
+    Inputs are first multiplied by `factors`, `[in]`, in float32. A weight in int8 has one part more: scales, `[out]` in
+    float32.
+    """
     return _by(_multiply, torch.ops.selfspec.few_rows, states, *held.all, factors, bias)
 
 

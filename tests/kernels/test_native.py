@@ -112,9 +112,10 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 def dense(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """A product whose inputs fill no tile."""
     weight = (100 * drawn(301, 1003)).to(dtype)
-    of_levels = dtype == torch.int8
-    states_in, scales = (torch.float32, drawn(301).float()) if of_levels else (dtype, None)
-    return lambda states: native.few_rows(states[:, :1003].to(states_in).contiguous(), weight, None, scales)
+    if dtype == torch.int8:
+        levels = native.Operands(weight, (drawn(301).float(),), native.NUMBERS[dtype], 1003)
+        return lambda states: native.few_rows_packed(states[:, :1003].float().contiguous(), levels)
+    return lambda states: native.few_rows(states[:, :1003].to(dtype).contiguous(), weight, None)
 
 
 PRODUCTS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -210,7 +211,6 @@ def _packed(states: torch.Tensor, weight: torch.Tensor, _: None) -> torch.Tensor
         (native.few_rows, torch.ones(1, 3), torch.ones(2, 4), "sizes"),
         (native.few_rows, torch.ones(1, 4), torch.ones(4, 2).t(), "contiguous"),
         (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int32), "weights in"),
-        (native.few_rows, torch.ones(1, 4), torch.ones(2, 4, dtype=torch.int8), "need scales"),
         (_packed, torch.ones(1, 64), BYTES, "sizes"),
         (_packed, torch.ones(1, 32), torch.ones(20, 2, dtype=torch.uint8).t(), "contiguous"),
     ],
