@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 import selfspec
-from selfspec.tools.verify.pruned import draft_logits, pruned_logits
+from selfspec.measure.teacher_forced import draft_step_logits
 
 
 # The made-up architecture: attention and MLP side by side, under names of their own, two values from the MLP.
@@ -72,8 +72,8 @@ for draft, left_out in drafts.items():
     pruned = copy.deepcopy(model)
     for name in left_out:
         nn.init.zeros_(pruned.model.layers.get_submodule(name).weight)
-    drafted = draft_logits(model, draft, prompt, block=4, adapter=adapter)
-    torch.testing.assert_close(drafted, pruned_logits(model, pruned, prompt, block=4))
+    drafted = draft_step_logits(model, adapter, draft, prompt)
+    torch.testing.assert_close(drafted, pruned(prompt).logits)
 
     spec = selfspec.wrap(model, draft, draft_length=2, adapter=adapter)
     out = spec.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)

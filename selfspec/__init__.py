@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from selfspec.control.profile import Profile
     from selfspec.decode.output import GenerateOutput
     from selfspec.measure import embedded as demo
+    from selfspec.placement.pack import pack
     from selfspec.serve.engine import Engine
     from selfspec.tools.calibrate.calibration import calibrate
     from selfspec.tools.lab.inline import ablate, bench
-    from selfspec.tools.pack import pack
 
 __all__ = [
     "Adapter",
@@ -55,7 +55,7 @@ _HOMES = {
     "control.costs": ["BatchCosts", "Costs"],
     "decode.output": ["GenerateOutput"],
     "serve.engine": ["Engine"],
-    "tools.pack": ["pack"],
+    "placement.pack": ["pack"],
     "api": ["SelfSpeculative", "load", "wrap"],
 }
 _MODULES = {"demo": "measure.embedded", "drafts": "draft", "errors": "errors", "rules": "accept", "runtime": "runtime"}

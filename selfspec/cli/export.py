@@ -13,8 +13,8 @@ from selfspec.errors import DraftConfigError
 from selfspec.measure.embedded import model_place
 
 if TYPE_CHECKING:
+    from selfspec.placement.pack import PackedFolder
     from selfspec.tools.export import Exported
-    from selfspec.tools.pack import PackedFolder
 
 
 def export(
@@ -77,7 +77,7 @@ def pack(
     processes share them. The draft `upper` reads half of them. Weights have to be of bfloat16 precision, as almost all
     published ones are; others stay as they are. Stock transformers does not read the folder: keep the source for it.
     """
-    from selfspec.tools.pack import pack as packed
+    from selfspec.placement.pack import pack as packed
 
     prepare_process(threads)
     done = packed(model_place(model), to, weights=weights)

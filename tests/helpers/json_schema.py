@@ -21,9 +21,9 @@ from selfspec.cli.outcome import SCHEMA_VERSION, Failure
 from selfspec.decode.output import RowRound
 from selfspec.measure.estimate import Estimate
 from selfspec.measure.spare_cores import SpareCores
+from selfspec.placement.pack import PackedFolder
 from selfspec.tools.doctor import MachineReport, Packages
 from selfspec.tools.export import Exported
-from selfspec.tools.pack import PackedFolder
 from selfspec.tools.prospects import CheckpointSummary
 
 # Commands and results name these for type checkers alone, so that no command imports what it does not need.

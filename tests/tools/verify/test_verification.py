@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import selfspec
 from helpers import tiny
@@ -34,12 +34,15 @@ from selfspec.draft.along_layer_path import LayerPathDrafter, LayerPathProposer
 from selfspec.errors import DraftConfigError, NonFiniteLogitsError, PromptError
 from selfspec.measure.rounding import Bound, largest_difference
 from selfspec.measure.stock import blockwise_logits, read_reference, stepwise_logits
+from selfspec.measure.teacher_forced import draft_step_logits
 from selfspec.model.gated_view import ExactStates
+from selfspec.model.layer_path import LayerPath
+from selfspec.model.registry import find_adapter
+from selfspec.model.stock_passes import over_cache
 from selfspec.runtime import BatchInvariant, Eager
-from selfspec.runtime.request import NO_LOGITS, PassResult
+from selfspec.runtime.request import NO_LOGITS, PassRequest, PassResult
 from selfspec.runtime.runner import ModelRunner
 from selfspec.tools.verify.fit import NEW_TOKENS, Outcome, Place, choose_places
-from selfspec.tools.verify.pruned import draft_logits, pruned_logits
 from selfspec.tools.verify.report import Check, DraftReport, Exactness, VerifyReport
 from selfspec.tools.verify.settings import Settings
 from selfspec.tools.verify.verification import default_drafts, forced_logits, verify
@@ -447,13 +450,40 @@ DRAFTS_COMPARISON = (EarlyExit(1), EarlyExit(3), LayerSkip(attention=[1]), Layer
 MODELS = {"llama": tiny.llama, "mistral": tiny.mistral, "gpt2": tiny.gpt2, "qwen3": tiny.qwen3}
 
 
+@torch.no_grad()
+def draft_logits(model: PreTrainedModel, draft: LayerPathDrafter, ids: Tensor) -> Tensor:
+    """Logits of draft steps over the last `BLOCK` tokens of texts, whose beginning the full model has read."""
+    adapter = find_adapter(model)
+    cache = adapter.shared_cache(model, ids.shape[0], ids.shape[1] + 1, slack=BLOCK, device=ids.device)
+    passes = ModelRunner(model, adapter, cache)
+    past = ids.shape[1] - BLOCK
+    passes.run(PassRequest(LayerPath.full(tiny.DEPTH), ids[:, :past], headless=True))
+    cache.commit([past] * ids.shape[0])
+    path = draft.path(tiny.DEPTH)
+    steps = [PassRequest(path, token, first=number - 1) for number, token in enumerate(ids[:, past:].split(1, 1))]
+    return torch.cat([passes.run(step).logits for step in steps], 1)
+
+
+@torch.no_grad()
+def pruned_logits(model: PreTrainedModel, pruned: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The same by `transformers` alone: the full model reads the beginning, a pruned copy continues."""
+    cache, past = DynamicCache(config=model.config), ids.shape[1] - BLOCK
+    model(ids[:, :past], **over_cache(model, cache))
+    logits: Tensor = pruned(ids[:, past:], **over_cache(pruned, cache)).logits
+    return logits
+
+
 @pytest.mark.parametrize("draft", DRAFTS_COMPARISON, ids=str)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_a_right_adapter_drafts_as_the_pruned_model(architecture: str, draft: LayerPathDrafter) -> None:
     model, ids = MODELS[architecture](), tiny.prompt(14, batch=2)
-    drafted = draft_logits(model, draft, ids, BLOCK)
+    drafted = draft_logits(model, draft, ids)
     assert drafted.shape == (2, BLOCK, tiny.VOCABULARY)
-    torch.testing.assert_close(drafted, pruned_logits(model, zeroed(model, draft.path(tiny.DEPTH).skipped), ids, BLOCK))
+    pruned = zeroed(model, draft.path(tiny.DEPTH).skipped)
+    torch.testing.assert_close(drafted, pruned_logits(model, pruned, ids))
+    # As it reads a text by itself.
+    alone = draft_step_logits(model, find_adapter(model), draft, ids[:1])
+    torch.testing.assert_close(alone, pruned(ids[:1]).logits)
 
 
 SAMPLES = 400
