@@ -15,10 +15,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     StringConstraints,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -36,9 +34,16 @@ Many = Annotated[list[_Each], Field(fail_fast=True)]
 
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+
+
+def _listed(value: Any) -> Any:
+    """Return a text, or the token ids of one, as a list of these."""
+    alone = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    return [value] if alone else value
+
+
 Stops = Annotated[
-    Annotated[Stop, Tag("text")] | Annotated[Many[Stop], Field(max_length=MOST_STOPS), Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
+    Many[Stop], Field(max_length=MOST_STOPS), BeforeValidator(_listed, json_schema_input_type=str | list[str])
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
@@ -108,12 +113,10 @@ class Part(Strict):
         return self
 
 
-def _kind_of_prompt(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    if not isinstance(value, list) or not value or (not isinstance(value[0], int) and len(value) > MOST_PROMPTS):
-        return None
-    return "texts" if isinstance(value[0], str) else "lists" if isinstance(value[0], list) else "tokens"
+def _prompts(value: Any) -> Any:
+    if not isinstance(value, (str, list)) or (not value and value != "") or len(_listed(value)) > MOST_PROMPTS:
+        raise ValueError(f"say a text, token ids, or up to {MOST_PROMPTS} of either; no list may be empty")
+    return _listed(value)
 
 
 class StreamOptions(Strict):
@@ -313,15 +316,8 @@ class CompletionRequest(GenerationFields):
 
     only: ClassVar = {**GenerationFields.only, "echo": False, "suffix": ""}
     prompt: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[Many[str], Tag("texts")]
-        | Annotated[Many[Token], Tag("tokens")]
-        | Annotated[Many[Annotated[Many[Token], Field(min_length=1)]], Tag("lists")],
-        Discriminator(
-            _kind_of_prompt,
-            custom_error_type="prompt",
-            custom_error_message=f"say a text, token ids, or up to {MOST_PROMPTS} of either; no list may be empty",
-        ),
+        Many[str | Annotated[Many[Token], Field(min_length=1)]],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None

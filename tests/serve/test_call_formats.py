@@ -267,7 +267,7 @@ def test_arguments_are_of_the_types_that_they_may_have() -> None:
 
 @pytest.mark.parametrize("source", FOUND)
 def test_formats(source: str) -> None:
-    assert ChatTemplate(Published(source).tokenizer).calls == FOUND[source]
+    assert ChatTemplate(Published(source).tokenizer).reads == FOUND[source]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_call_that_is_cut_off_is_what_was_written_of_it(name: str, text: str, 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "functiongemma"])
 def test_what_is_cut_off_of_the_end_of_a_call_is_no_text(name: str) -> None:
     template = ChatTemplate(PUBLISHED[name].tokenizer)
-    tools, form = template.callable(SCHEMAS), template.calls
+    tools, form = template.callable(SCHEMAS), template.reads
     assert tools is not None
     assert isinstance(form, CallFormat)
     whole = written_as(form, [("weather", {"city": "Bern"})]).rstrip()
@@ -325,7 +325,7 @@ def fits(grammars: Grammars, wanted: Wanted, text: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "functiongemma"])
 def test_a_grammar_takes_what_the_format_writes(name: str, grammars: Grammars) -> None:
-    form = ChatTemplate(PUBLISHED[name].tokenizer).calls
+    form = ChatTemplate(PUBLISHED[name].tokenizer).reads
     assert isinstance(form, CallFormat)
     assert (form.separator is None) == (name in ("llama-3.1", "gpt-oss"))
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}

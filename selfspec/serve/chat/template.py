@@ -113,15 +113,11 @@ class ChatTemplate:
         plain = TemplateSource(self.tokenizer, named["default"])
         return {False: plain, True: TemplateSource(self.tokenizer, named["tool_use"]) if "tool_use" in named else plain}
 
-    @property
-    def calls(self) -> CallFormat | ResponseFormat | None:
-        """How the model writes calls; None: in a way that is not known."""
-        return self.writer(True).calls
-
     @cached_property
     def reads(self) -> CallFormat | ResponseFormat | None:
         """How calls are found in answers: as the template writes them, or as the tokenizer's response template says."""
-        return self.calls if self._own is None or (self.writer(True).arguments and self.calls) else self._own
+        writer = self.writer(True)
+        return writer.calls if self._own is None or (writer.arguments and writer.calls) else self._own
 
     @cached_property
     def _own(self) -> ResponseFormat | None:
@@ -187,44 +183,39 @@ class TemplateSource:
         """True where it reads the name of a message's author."""
         return _NAME in (self._tried([self._message("user", "Hello", name=_NAME)]) or "")
 
-    @cached_property
+    @property
     def arguments(self) -> Literal["objects", "text"] | None:
         """As what it takes arguments of calls; None: it does not write calls and what they gave."""
-        result = {"role": "tool", "tool_call_id": "qxqxqxqxq", "name": _NAME, "content": _SAID}
-        (said,) = _ARGUMENTS.items()
-        for way in ("objects", "text"):
-            answer = {**_trial_call(as_text=way == "text"), "content": self._shaped("assistant", "")}
-            text = self._tried([self._message("user", "Hello"), answer, result], self._trial_tools) or ""
-            # An object that is written as Python does is none of JSON.
-            if all(each in text for each in (_NAME, *said, _SAID)) and str(_ARGUMENTS) not in text:
-                return way
-        return None
+        return next(iter(self._call), None)
 
     @cached_property
     def calls(self) -> CallFormat | ResponseFormat | None:
         """In which of the known formats it writes calls; None: in another."""
-        written = [self._answer(_trial_call(as_text)) for as_text in (False, True)]
-        # An object that is written as Python does is none of JSON.
-        written = [text for text in written if _NAME in text and str(_ARGUMENTS) not in text]
-        if not written:
+        if not self._call:
             return HERMES
+        (written,) = self._call.values()
         return next((form for form in (*FORMATS, *RESPONSES) if _reads(form, written)), None)
 
-    def _answer(self, message: Message) -> str:
-        """Write an answer, from where another one would differ; nothing where the template refuses the message."""
-        question = {"role": "user", "content": "Hello"}
-        whole, other = (
-            self._tried([question, each], self._trial_tools) or ""
-            for each in (message, {"role": "assistant", "content": _TEXT})
-        )
-        cut = shared_length(whole, other)
-        # A tag is not cut.
-        opened = whole.rfind("<", 0, cut)
-        return whole[cut if opened < 0 or ">" in whole[opened:cut] else opened :]
-
-    @property
-    def _trial_tools(self) -> list[Message]:
-        return [_TOOL] if self.reads_tools else []
+    @cached_property
+    def _call(self) -> Mapping[Literal["objects", "text"], str]:
+        """As what it takes arguments, and what it writes of a call and its result; empty: not all of that."""
+        question = self._message("user", "Hello")
+        result = {"role": "tool", "tool_call_id": "qxqxqxqxq", "name": _NAME, "content": _SAID}
+        tools = [_TOOL] if self.reads_tools else []
+        other = self._tried([question, self._message("assistant", _TEXT)], tools) or ""
+        (said,) = _ARGUMENTS.items()
+        ways: tuple[Literal["objects", "text"], ...] = ("objects", "text")
+        for way in ways:
+            function = {"name": _NAME, "arguments": json.dumps(_ARGUMENTS) if way == "text" else _ARGUMENTS}
+            call = {"type": "function", "id": "qxqxqxqxq", "function": function}
+            text = self._tried([question, self._message("assistant", "", tool_calls=[call]), result], tools) or ""
+            # An object that is written as Python does is none of JSON.
+            if all(each in text for each in (_NAME, *said, _SAID)) and str(_ARGUMENTS) not in text:
+                cut = shared_length(text, other)
+                # A tag is not cut.
+                opened = text.rfind("<", 0, cut)
+                return {way: text[cut if opened < 0 or ">" in text[opened:cut] else opened :]}
+        return {}
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -298,15 +289,7 @@ def _as(content: Any, reading: Reading | None) -> Any:
     return [{"type": "text", "text": content}] if reading == "parts" and isinstance(content, str) else content
 
 
-def _trial_call(as_text: bool) -> dict[str, Any]:
-    """Make the message of an answer that calls, its arguments an object or text."""
-    function = {"name": _NAME, "arguments": json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS}
-    made = {"type": "function", "id": "qxqxqxqxq", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [made]}
-
-
-def _reads(form: CallFormat | ResponseFormat, written: Sequence[str]) -> bool:
-    """Return whether a reader of the format finds the trial's call, and no other, in one of these."""
-    reads = [CallReader(form, {_NAME: {}}).push(text, ended=True).calls for text in written]
-    ended = [[(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends] for calls in reads]
-    return [(_NAME, _ARGUMENTS)] in ended
+def _reads(form: CallFormat | ResponseFormat, written: str) -> bool:
+    """Return whether a reader of the format finds the trial's call, and no other."""
+    calls = CallReader(form, {_NAME: {}}).push(written, ended=True).calls
+    return [(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends] == [(_NAME, _ARGUMENTS)]

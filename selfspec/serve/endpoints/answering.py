@@ -254,8 +254,7 @@ def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Gramm
 async def answer(served: Served, http: Request, request: GenerationFields, work: Work, form: Form) -> Response:
     """Run what a request asks for, and answer: once all answers have ended, or piece by piece."""
     rows = await _row_requests(served, http, request, work)
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    answering = Answering(served, rows, stops, work)
+    answering = Answering(served, rows, request.stop or [], work)
     try:
         await served.submit(answering.submit)
     except BaseException:

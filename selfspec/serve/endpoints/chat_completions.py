@@ -90,7 +90,7 @@ async def chat_work(served: Served, http: Request, request: ChatCompletionReques
     if not request.tools or not calls:
         return Work([prompt], asked, "messages", top, wanted, thoughts=thoughts)
     tools = template.callable({tool.function.name: tool.function.parameters or {} for tool in request.tools})
-    grammar = call_grammar(request, template.calls or template.reads, wanted)
+    grammar = call_grammar(request, template.reads, wanted)
     return Work([prompt], asked, "messages", top, grammar or wanted, tools, thoughts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,9 +55,8 @@ async def completion_work(served: Served, http: Request, request: CompletionRequ
     return Work(prompts, asked, "prompt", request.logprobs, request.wanted)
 
 
-def _prompt_ids(served: Served, asked: Any) -> list[tuple[int, ...]]:
+def _prompt_ids(served: Served, given: list[str | list[int]]) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt, which is text or token ids."""
-    given: list[str | list[int]] = [asked] if isinstance(asked, str) or isinstance(asked[0], int) else asked
     for prompt in given:
         if isinstance(prompt, str):
             served.check_text(prompt, "prompt")

@@ -75,17 +75,12 @@ class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class ContextEdit(Strict):
-    """A rule for long conversations: of those, one that leaves out nothing."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
 class CountRequest(Strict):
     """`POST /v1/messages/count_tokens`."""
 
     hints = HINTS
+    # What is left out of a long conversation: nothing.
+    only: ClassVar = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
     renamed: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "enable_thinking": "thinking"}
     model: str
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
@@ -95,7 +90,6 @@ class CountRequest(Strict):
     thinking: Thinking | None = None
     # How eager the model is, where its template reads that.
     output_config: dict[Literal["effort"], str | None] | None = None
-    context_management: dict[Literal["edits"], Many[ContextEdit] | None] | None = None
 
     def chat(self, reads: Collection[str]) -> Body:
         """Return the fields of a chat request that say the same; the template reads variables of these names."""
