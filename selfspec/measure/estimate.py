@@ -72,6 +72,20 @@ class Estimate:
         return _jackknifed(parts, wholes, np.log).exp()
 
     @classmethod
+    def of_speedup(cls, others: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> Estimate:
+        """Estimate how many times as fast texts are, from the times of each in the same turns: medians, as `of_ratio`.
+
+        Over a single text nothing but its turns says how sure that is.
+        """
+        one, two = ([statistics.median(turns) for turns in side] for side in (others, own))
+        found = cls.of_ratio(one, two)
+        if len(own) > 1:
+            return found
+        turns = cls.of_median([each / mine for each, mine in zip(others[0], own[0], strict=True)])
+        low, high = min(turns.low, found.value), max(turns.high, found.value)
+        return replace(found, low=low, high=high, confidence=turns.confidence)
+
+    @classmethod
     def of_rate(cls, successes: Sequence[float], trials: Sequence[float]) -> Estimate | None:
         """Estimate a share from the counts of several texts, as `of_mean` does but within 0 and 1; None of no trial.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -316,7 +316,7 @@ def confirm(
     watch.begin(len(prompts) * ((_WARM_UPS + 1) * len(arms) + (asked.repeats - 1) * (1 + kept)))
     tick = partial(watch.step, f"confirming drafts, {cell.decoding}")
     runs = measure(plain.model, cell, arms, prompts, 1, _WARM_UPS, tick, seed=asked.seed)
-    going = [runs[0], *sorted(runs[1:], key=lambda run: sum(seconds(run, 1)))[:_KEPT]]
+    going = [runs[0], *sorted(runs[1:], key=lambda run: sum(chain(*seconds(run, 1))))[:_KEPT]]
     seed = asked.seed + len(prompts)
     going_on = [run.arm for run in going]
     for run, more in zip(
@@ -340,11 +340,7 @@ def cell_of(prompts: Sequence[Prompts], temperature: float, asked: Measurements)
 def beside(plain: ArmRun, run: ArmRun, name: str) -> Confirmed:
     """Compare a candidate with plain decoding in the turns that it took part in."""
     turns = len(run.calls)
-    speedup = Estimate.of_ratio(seconds(plain, turns), seconds(run, turns))
-    if len(run.calls[0]) == 1:
-        # Over a single prompt nothing but its turns says how sure that is.
-        pairs = zip(plain.calls, run.calls, strict=False)
-        speedup = Estimate.of_median([one[0].seconds_a_token / other[0].seconds_a_token for one, other in pairs])
+    speedup = Estimate.of_speedup(seconds(plain, turns), seconds(run, turns))
     counted = [call.stats for calls in run.calls for call in calls if call.stats is not None]
     judged, rounds = sum(each.judged for each in counted), sum(each.row_rounds for each in counted)
     return Confirmed(
@@ -356,7 +352,6 @@ def beside(plain: ArmRun, run: ArmRun, name: str) -> Confirmed:
     )
 
 
-def seconds(run: ArmRun, turns: int) -> list[float]:
-    """Return the seconds of a token by prompt, prefill apart: the median of the first turns."""
-    by_prompt = zip(*run.calls[:turns], strict=True)
-    return [statistics.median(call.seconds_a_token for call in calls) for calls in by_prompt]
+def seconds(run: ArmRun, turns: int) -> list[list[float]]:
+    """Return the seconds of a token by prompt, prefill apart, in each of the first turns."""
+    return [[call.seconds_a_token for call in calls] for calls in zip(*run.calls[:turns], strict=True)]

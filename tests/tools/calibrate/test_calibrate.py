@@ -49,6 +49,8 @@ from selfspec.tools.calibrate.candidates import (
 from selfspec.tools.calibrate.measurements import Measurements
 from selfspec.tools.lab.arms import Call, Cell, OwnArm, Prompts, batched
 from selfspec.tools.lab.drafts import paths_of
+from selfspec.tools.lab.generations import rows_of
+from selfspec.tools.lab.table import records, summarise
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,10 @@ def test_candidates_are_timed_in_turns_and_slow_ones_drop_out(monkeypatch: pytes
     timed = [[call.seed for calls in run.calls for call in calls] for run in trial.runs]
     assert timed[0] == [*range(7, 13)]
     assert timed[1] == [7, 8]
+    # The report of what is kept states the same speeds.
+    rows = rows_of(tiny.llama(), "tiny", trial.cell, trial.prompts, trial.runs)
+    kept = {row["draft"]: row["speedup"] for row in records(summarise(rows)) if "draft" in row}
+    assert kept == pytest.approx({each.name: each.speedup.value for each in confirmed})
 
 
 def test_batches_are_filled_up_and_padded_on_the_left() -> None:

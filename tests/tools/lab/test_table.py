@@ -71,6 +71,12 @@ def test_repeats_are_no_further_texts() -> None:
     assert "acceptance_rate_low" not in line(one, "exit:2")
 
 
+def test_an_arm_that_dropped_out_is_compared_in_the_turns_that_it_took() -> None:
+    rows = [text_row("plain", call, repeat=turn, seconds=2.1 + 2 * turn) for call in range(2) for turn in range(3)]
+    rows += [text_row("draft", call, "exit:2", seconds=1.1) for call in range(2)]
+    assert line(rows, "exit:2")["speedup"] == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("texts", [1, 3])
 def test_a_report_states_one_speed_of_one_thing(texts: int, tmp_path: Path) -> None:
     """Where a hiccup falls into a turn, speeds and their ratios still say the same, in the table and on the page."""
