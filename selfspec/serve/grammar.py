@@ -257,6 +257,7 @@ class Grammars:
             import llguidance
             import llguidance.hf
 
+            self._matcher_of = llguidance.LLMatcher
             self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
             ends = sorted(token for token in end_tokens if token < vocabulary) or None
             self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
@@ -277,11 +278,9 @@ class Grammars:
         """
         if self.tokens is None:
             raise UnsupportedOptionError(f"response_format {self._why_not}")
-        from llguidance import LLMatcher
-
         match wanted:
             case str():
-                source = LLMatcher.grammar_from_regex(wanted)
+                source = self._matcher_of.grammar_from_regex(wanted)
             case CallGrammar():
                 source = replace(wanted, tools=self._tools_held(wanted)).lark(self._special)
             case _:
@@ -289,11 +288,9 @@ class Grammars:
         return Grammar(self._matcher(source))
 
     def _matcher(self, source: str) -> Any:
-        from llguidance import LLMatcher
-
         if len(source) > MOST_CHARACTERS:
             raise UnsupportedOptionError(f"response_format: it has more than {MOST_CHARACTERS} characters")
-        matcher = LLMatcher(self.tokens, source, log_level=0, limits=self._limits)
+        matcher = self._matcher_of(self.tokens, source, log_level=0, limits=self._limits)
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
         # Behind the reason it shows lines of the grammar.
         said = " ".join(re.split(r"\n *\d+ \||<non-verbose/>", matcher.get_error())[0].split())

@@ -308,23 +308,17 @@ class Scheduler:
         self._counts.preemptions += 1
         if last is self._reading:
             self._reading = last.prefill = None
+            self.add(last)
         else:
-            self._take_out([last])
-        self.add(last)
+            self._wait_again([last])
 
     def _wait_again(self, entries: Sequence[Entry]) -> None:
         """Let running rows wait, to be read again."""
-        if entries:
-            self._take_out(entries)
-        for entry in entries:
-            self.add(entry)
-
-    def _take_out(self, entries: Sequence[Entry]) -> None:
-        """Take rows that are read again later out of the running batch."""
-        assert self._batch is not None
         places = {self._running.index(entry): entry for entry in entries}
         for index, entry in places.items():
+            assert self._batch is not None
             entry.row.noise = self._batch.noise.narrowed([index])
+            self.add(entry)
         self._remove(set(places))
 
     # Rounds.

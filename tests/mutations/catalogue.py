@@ -583,7 +583,7 @@ CATALOGUE = (
         (_MIXES, "-k", "are_alone")),
     Mutation("rows that join: a row begins with one token too few of a kept cache", "RowDecoder.begin",
         "cache.take(past, 0, known)", "cache.take(past, 0, known - 1)", ("test_scheduler.py",)),
-    Mutation("rows that join: a row that is read again forgets the round its noise was in", "Scheduler._take_out",
+    Mutation("rows that join: a row that is read again forgets the round its noise was in", "Scheduler._wait_again",
         "entry.row.noise = self._batch.noise.narrowed([index])", "pass",
         ("test_a_row_that_is_read_again_has_fresh_noise",)),
     Mutation("rows that join: a processor that fails at a draft token ends its row", "judge", "group.error = None",
