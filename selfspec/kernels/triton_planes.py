@@ -134,10 +134,11 @@ def _row_of(rows, outputs, output, inside):
 @triton.jit
 def _sums(
     states,
-    upper,
-    lower,
+    uppers,
+    lowers,
     rows,
     escapes,
+    which,
     row,
     output,
     count,
@@ -147,7 +148,9 @@ def _sums(
     whole: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Sum some outputs of some rows, `[rows, outputs]`."""
+    """Sum some outputs of some rows, `[rows, outputs]`, with one of several weights."""
+    upper, lower = one_of(uppers, which), one_of(lowers, which)
+    rows, escapes = one_of(rows, which), one_of(escapes, which)
     inside = output < outputs
     base, following, end = _row_of(rows, outputs, output, inside)
     escape, place = _escape(escapes, following, end)
@@ -201,13 +204,12 @@ def few_rows_in_planes(
     own = one_of(outputs, which)
     # So the compiler knows that a word of a plane never stands alone.
     words = blocks * 8
-    upper, lower = one_of(uppers, which), one_of(lowers, which)
-    bases, escape = one_of(rows, which), one_of(escapes, which)
-    found = _sums(states, upper, lower, bases, escape, row, output, count, own, inputs, words, whole, block)
+    found = _sums(states, uppers, lowers, rows, escapes, which, row, output, count, own, inputs, words, whole, block)
     if gate is not None:
-        upper, lower, bases, escape = uppers[1], lowers[1], rows[1], escapes[1]
         gated = activated(found, gate)
-        found = gated * _sums(states, upper, lower, bases, escape, row, output, count, own, inputs, words, whole, block)
+        found = gated * _sums(
+            states, uppers, lowers, rows, escapes, 1, row, output, count, own, inputs, words, whole, block
+        )
     tl.store(
         product + row.to(tl.int64)[:, None] * every + start + output[None, :],
         found.to(product.dtype.element_ty),

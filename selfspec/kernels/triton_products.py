@@ -261,6 +261,7 @@ def _row_of(
     factors,
     levels,
     scales,
+    which,
     output,
     outputs,
     inputs,
@@ -269,11 +270,14 @@ def _row_of(
     bits: tl.constexpr,
     threads: tl.constexpr,
 ):
+    """Sum eight outputs of one row, `[8]`, with one of several weights."""
+    level = one_of(levels, which)
     if bits > 8:
         # So the compiler knows that 16 bytes never begin past the end.
-        found = _row_of_numbers(states, levels, output, outputs, units * 16, threads)
+        found = _row_of_numbers(states, level, output, outputs, units * 16, threads)
     else:
-        found = _row_of_levels(states, factors, levels, scales, output, outputs, inputs, units, group, bits, threads)
+        factor, scale = one_of(factors, which), one_of(scales, which)
+        found = _row_of_levels(states, factor, level, scale, output, outputs, inputs, units, group, bits, threads)
     return found
 
 
@@ -296,12 +300,10 @@ def one_row(
     """Compute eight outputs of one row; arguments are as in `few_rows`."""
     which, output, start = place_of(outputs, tl.program_id(0), 8)
     count = one_of(outputs, which)
-    factor, level, scale = one_of(factors, which), one_of(levels, which), one_of(scales, which)
-    found = _row_of(states, factor, level, scale, output, count, inputs, units, group, bits, threads)
+    found = _row_of(states, factors, levels, scales, which, output, count, inputs, units, group, bits, threads)
     if gate is not None:
-        factor, level, scale = factors[1], levels[1], scales[1]
         gated = activated(found, gate)
-        found = gated * _row_of(states, factor, level, scale, output, count, inputs, units, group, bits, threads)
+        found = gated * _row_of(states, factors, levels, scales, 1, output, count, inputs, units, group, bits, threads)
     output += tl.arange(0, 8)
     if biases is not None:
         found += tl.load(one_of(biases, which) + output, mask=output < count, other=0.0).to(tl.float32)
@@ -314,6 +316,7 @@ def _tile(
     factors,
     levels,
     scales,
+    which,
     output,
     row,
     rows,
@@ -325,7 +328,8 @@ def _tile(
     bits: tl.constexpr,
     block_words: tl.constexpr,
 ):
-    """Sum a part of some outputs of some rows, `[rows, outputs]`."""
+    """Sum a part of some outputs of some rows, `[rows, outputs]`, with one of several weights."""
+    factors, levels, scales = one_of(factors, which), one_of(levels, which), one_of(scales, which)
     inside = output < outputs
     words = units * (4 if bits == 8 else bits // 2 if bits > 8 else 16)
     place = tl.arange(0, block_words * (32 // bits))
@@ -395,41 +399,13 @@ def few_rows(
     which, output, start = place_of(outputs, tl.program_id(0), block_outputs)
     output += tl.arange(0, block_outputs)
     count = one_of(outputs, which)
-    factor, level, scale = one_of(factors, which), one_of(levels, which), one_of(scales, which)
     total = _tile(
-        states,
-        factor,
-        level,
-        scale,
-        output,
-        row,
-        rows,
-        count,
-        inputs,
-        units,
-        reads,
-        group,
-        bits,
-        block_words,
+        states, factors, levels, scales, which, output, row, rows, count, inputs, units, reads, group, bits, block_words
     )
     if gate is not None:
-        factor, level, scale = factors[1], levels[1], scales[1]
         gated = activated(total, gate)
         total = gated * _tile(
-            states,
-            factor,
-            level,
-            scale,
-            output,
-            row,
-            rows,
-            count,
-            inputs,
-            units,
-            reads,
-            group,
-            bits,
-            block_words,
+            states, factors, levels, scales, 1, output, row, rows, count, inputs, units, reads, group, bits, block_words
         )
     if biases is not None:
         # Once, in the first part of a sum.
