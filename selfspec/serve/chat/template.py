@@ -292,4 +292,5 @@ def _as(content: Any, reading: Reading | None) -> Any:
 def _reads(form: CallFormat | ResponseFormat, written: str) -> bool:
     """Return whether a reader of the format finds the trial's call, and no other."""
     calls = CallReader(form, {_NAME: {}}).push(written, ended=True).calls
-    return [(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends] == [(_NAME, _ARGUMENTS)]
+    ended = [(each.call.name, json.loads(each.call.arguments)) for each in calls if each.ends]
+    return ended == [(_NAME, _ARGUMENTS)]
