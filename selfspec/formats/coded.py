@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from selfspec.formats.format import Format
+from selfspec.formats.format import FormatOfFiles
 from selfspec.formats.groups import AT_ONCE, SCALES
 from selfspec.formats.packed import KernelLinear, Packed, fixed
 from selfspec.kernels import native
@@ -102,16 +102,12 @@ class UpperFirstLinear(LowerFirstLinear):
 
 
 @dataclass(frozen=True)
-class Coded(Format):
+class Coded(FormatOfFiles):
     """Keeps `codes`, `[..., out, in * bits / 8]` in bytes, and `scales`, as a quantised checkpoint has them."""
 
     bits = 4
-    acceptance = 1.0
     parts: ClassVar[tuple[str, ...]] = ("codes", "scales")
     fetched = ("codes",)
-    exact = True
-    packs = False
-    copies = False
 
     inputs: int = 32
 
@@ -126,9 +122,6 @@ class Coded(Format):
 
     def fits(self, shape: Sequence[int], device: torch.device | None = None) -> bool:
         return len(shape) >= 2 and self.inputs % AT_ONCE == 0 and shape[-1] % self.inputs == 0
-
-    def pack(self, weight: Tensor) -> Packed:
-        raise RuntimeError("checkpoints of other libraries have such codes; none are made")
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,19 @@ class Format(ABC):
         return self.empty(shape, torch.device("meta")).nbytes
 
 
+@dataclass(frozen=True)
+class FormatOfFiles(Format):
+    """Reads weights as they lie in files, whatever they were rounded from; none are made."""
+
+    acceptance = 1.0
+    exact = True
+    packs = False
+    copies = False
+
+    def pack(self, weight: Tensor) -> Packed:
+        raise RuntimeError(f"weights in {self.name} are only read from files")
+
+
 @cache
 def formats() -> Mapping[str, type[Format]]:
     """Return every format by name, the most faithful first; refuse a name declared twice, and what is no format."""

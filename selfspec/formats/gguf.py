@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from selfspec.errors import UnsupportedOptionError
-from selfspec.formats.format import Format
+from selfspec.formats.format import FormatOfFiles
 from selfspec.formats.packed import KernelLinear, Packed, PackedWeight, fixed, some_rows
 from selfspec.kernels import native
 from selfspec.kernels.native import BLOCKS
@@ -60,7 +59,7 @@ class BlocksLinear(KernelLinear):
 
 
 @dataclass(frozen=True)
-class Gguf(Format):
+class Gguf(FormatOfFiles):
     """Reads the weights of a GGUF file.
 
     Attributes:
@@ -72,13 +71,9 @@ class Gguf(Format):
     name = "gguf"
     help = "weights as they lie in a GGUF file"
     bits = 8
-    acceptance = 1.0
     parts = ("blocks",)
     fetched = ("blocks",)
     layer: ClassVar[type[BlocksLinear]] = BlocksLinear
-    exact = True
-    copies = False
-    packs = False
 
     kind: str = "Q8_0"
     heads: int = 0
@@ -90,9 +85,6 @@ class Gguf(Format):
         else:
             size = inputs // BLOCKS[self.kind].weights * BLOCKS[self.kind].nbytes
         return Packed(torch.Size(shape), {"blocks": torch.empty(*outputs, size, dtype=torch.uint8, device=device)})
-
-    def pack(self, weight: Tensor) -> Packed:
-        raise UnsupportedOptionError("weights are not packed in blocks of GGUF, only read from a file")
 
     def takes(self, weight: Tensor) -> bool:
         return False

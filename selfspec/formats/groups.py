@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from selfspec.formats.format import Format
+from selfspec.formats.format import FormatOfFiles
 from selfspec.formats.packed import KernelLinear, Packed, fixed
 from selfspec.kernels import native
 
@@ -58,7 +58,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Groups(Format):
+class Groups(FormatOfFiles):
     """Keeps what a quantised checkpoint has of a weight.
 
     `codes` are words of `32 / bits` codes, `[out, in * bits / 32]` in int32, the first one in the lowest bits; `scales`
@@ -69,13 +69,9 @@ class Groups(Format):
     name = "groups"
     help = "the codes of a quantised checkpoint, as they lie"
     bits = 4
-    acceptance = 1.0
     parts = ("codes", "scales", "zeros")
     fetched = ("codes",)
     layer: ClassVar[type[GroupsLinear]] = GroupsLinear
-    exact = True
-    packs = False
-    copies = False
 
     width: int = 4
     group_size: int = 128
@@ -99,6 +95,3 @@ class Groups(Format):
         # With zeros, weights by scales of more bits are rounded twice by the kernel.
         known = self.width in (4, 8) and (self.symmetric or self.scale in ("bfloat16", "float16"))
         return known and len(shape) == 2 and self.group_size % AT_ONCE == 0 and shape[1] % self.group_size == 0
-
-    def pack(self, weight: Tensor) -> Packed:
-        raise RuntimeError("checkpoints of other libraries have weights in groups; none are made")
