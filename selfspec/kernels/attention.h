@@ -12,11 +12,8 @@
 #include "lanes.h"
 #include "numbers.h"
 
-// Slots that are chosen together, as in `selfspec/cache/view.py`.
-constexpr int64_t kSlotsChosen = 32;
-
-// What a query sees: the slots of a few sinks or of some chunks, and all from `first` on and before `end`; of the
-// block's, where there is one, those in `sees`.
+// What a query sees: the slots of a few sinks, and all from `first` on and before `end`; of the block's, where there is
+// one, those in `sees`.
 struct Sight {
   int64_t first_sink;
   int64_t end_of_sinks;
@@ -26,7 +23,6 @@ struct Sight {
   const bool* sees;       // of the block's slots; null: all before `end`
   const int64_t* depths;  // of the block's slots; null: there is no window
   int64_t reach;          // smallest position that the window holds, counted from the block's
-  const int64_t* ranks;   // of the chunks before `first`, those that are seen in their order, others -1; null: sinks
 
   // How many slots are seen before `first`.
   int64_t sinks() const { return end_of_sinks - first_sink; }
@@ -136,14 +132,7 @@ struct Query {
       const int64_t from = std::max(first, begin), to = std::min(last, end);
       if (from < to) work(from, to, found);
     };
-    if (sight.ranks) {
-      for (int64_t chunk = begin / kSlotsChosen; chunk * kSlotsChosen < std::min(end, sight.first); ++chunk) {
-        const int64_t first = chunk * kSlotsChosen, rank = sight.ranks[chunk];
-        if (rank >= 0) part(first, first + kSlotsChosen, scores + rank * kSlotsChosen - first);
-      }
-    } else {
-      part(sight.first_sink, sight.end_of_sinks, of_sinks());
-    }
+    part(sight.first_sink, sight.end_of_sinks, of_sinks());
     part(sight.first, sight.end, of_recent());
   }
 
@@ -247,7 +236,7 @@ class Alone {
     keys = together(keys, seen, keys_);
     values = together(values, seen, values_);
     for (int64_t head = 0; head < group; ++head) {
-      queries_[head] = {queries + head * next * keys.size, {0, 0, 0, end, end, nullptr, nullptr, 0, nullptr},
+      queries_[head] = {queries + head * next * keys.size, {0, 0, 0, end, end, nullptr, nullptr, 0},
                         scores_.data() + head * (scores_.size() / group), y + head * values.size};
     }
     for (int64_t head = 0; head < group; head += kQueriesTogether) {

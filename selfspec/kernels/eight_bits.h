@@ -23,21 +23,6 @@ struct IntegerProduct {
   using Floats = Lanes<float, 16>::Vector;
   using Ints = Lanes<int32_t, 16>::Vector;
 
-  // The inputs of all rows, `[rows, groups]`.
-  struct Inputs {
-    std::vector<RoundedGroup> groups;
-
-    Inputs(const float* x, int64_t rows, int64_t in) : groups(rows * groups_of(in)) {
-      RoundedGroup* group = groups.data();
-      for (int64_t row = 0; row < rows; ++row, x += in) {
-        for (int64_t first = 0; first < in; first += kInputsOfGroup) {
-          *group++ = rounded(x + first, std::min<int64_t>(kInputsOfGroup, in - first));
-        }
-      }
-    }
-    const RoundedGroup* data() const { return groups.data(); }
-  };
-
   const RoundedGroup* x;
   const int8_t* weight;
   float* y;

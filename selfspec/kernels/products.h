@@ -35,14 +35,6 @@ struct Product {
   static constexpr int lanes = kLanes<Sum>;
   using Vector = typename Lanes<Sum, lanes>::Vector;
 
-  // The inputs of all rows, `[rows, in]`.
-  struct Inputs {
-    const Sum* x;
-
-    Inputs(const Sum* x, int64_t, int64_t) : x(x) {}
-    const Sum* data() const { return x; }
-  };
-
   const Sum* x;
   const typename Weight::Stored* weight;
   Sum* y;

@@ -44,7 +44,7 @@ enum class BlockType : int64_t {
 };
 
 // What the table has before the addresses of the tensors of a call.
-enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kPlaces, kTop, kTopWords, kFirstTensor };
+enum Given : int64_t { kMemory, kCapacity, kSlots, kStart, kDepths, kSees, kNodes, kPlaces, kFirstTensor };
 
 constexpr int64_t kChunk = 256;
 constexpr int kDims = 4;
@@ -349,7 +349,7 @@ template <typename Slots>
 void attend_slots(Words& words, Worker& worker) {
   const auto [batch, heads, shared, tokens, size, size_of_values] = words.numbers<6>();
   const bool source = words.number(), alike = words.number(), tree = words.number();
-  const auto [window, recent, sinks, top] = words.numbers<4>();
+  const auto [window, recent, sinks] = words.numbers<3>();
   const float scale = words.real(), cap = words.real();
   const float* queries = words.operand<const float>();
   const auto strides = words.numbers<3>();
@@ -372,12 +372,12 @@ void attend_slots(Words& words, Worker& worker) {
   for (int64_t number = share.begin; number < share.end; ++number) {
     const int64_t token = number % tokens, head = number / tokens % heads, row = number / tokens / heads;
     const int64_t slot = source ? capacity - 1 : slots[(alike ? 0 : row * tokens) + token];
-    Sight sight = {0, 0, 0, slot + 1, 0, seen ? seen + row * capacity : nullptr, nullptr, 0, nullptr};
+    Sight sight = {0, 0, 0, slot + 1, 0, seen ? seen + row * capacity : nullptr, nullptr, 0};
     int64_t position = slot;
     if (tree) {
       const int64_t start = starts[alike ? 0 : row], node = slot - start;
       position = start + depths[node];
-      sight = {0, 0, 0, std::min(start + nodes, capacity), start, sees + node * nodes, depths, 0, nullptr};
+      sight = {0, 0, 0, std::min(start + nodes, capacity), start, sees + node * nodes, depths, 0};
       if (window) sight.reach = depths[node] - window + 1;
     }
     if (window) sight.first = std::max<int64_t>(0, position - window + 1);
@@ -385,12 +385,6 @@ void attend_slots(Words& words, Worker& worker) {
       sight.first_sink = sight.first;
       sight.first = position - recent + 1;
       sight.end_of_sinks = std::clamp<int64_t>(sinks, sight.first_sink, sight.first);
-    }
-    if (top) {
-      const auto* of_row = reinterpret_cast<const int64_t*>(table[kTop]) + row * table[kTopWords];
-      sight.first = of_row[0];
-      sight.end_of_sinks = of_row[1] * kSlotsChosen;
-      sight.ranks = of_row + 2;
     }
     together.push_back({queries + row * strides[0] + head * strides[1] + token * strides[2], sight,
                         scores + together.size() * room, y + ((row * tokens + token) * heads + head) * size_of_values});
@@ -406,7 +400,7 @@ void attend_slots(Words& words, Worker& worker) {
 // kAttend: dtype of the cache, sizes (batch, heads, heads of the cache, tokens, of keys, of values), whether keys and
 // values are those of what an encoder has read, all of which is seen but for what a mask hides, whether all rows have
 // the same slots, whether the tokens are nodes of a tree, the window of the layer or 0, of a window of the pass the
-// latest positions and the sinks, or 0, whether chosen slots alone are seen, scale, cap of scores or 0; queries and three
+// latest positions and the sinks, or 0, scale, cap of scores or 0; queries and three
 // strides; keys; values; y, `[batch, tokens, heads, size of values]`; the mask, `[batch, places]`.
 void run_attend(Words& words, Worker& worker) {
   stored_as(words.kind<Dtype>(), [&](auto stored) { attend_slots<decltype(stored)>(words, worker); });

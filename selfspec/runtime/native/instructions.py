@@ -43,7 +43,7 @@ class Function(IntEnum):
 MOST_NODES = 64
 """Tokens of a pass that programs run."""
 
-MEMORY, FIRST_TENSOR = 0, 10
+MEMORY, FIRST_TENSOR = 0, 8
 """Places of a call's memory and of its first tensor in the table of addresses."""
 
 

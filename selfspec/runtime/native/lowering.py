@@ -440,7 +440,7 @@ class _Lowering:
         if sight.window is not None and self._tree and sight.window.recent < MOST_NODES:
             raise RecordingError("programs take no window that ends within a tree")
         recent, sinks = (0, 0) if sight.window is None else (sight.window.recent, sight.window.sinks)
-        how = [False, self._uniform, self._tree, sight.sliding or 0, recent, sinks, 0, float(scale), float(cap)]
+        how = [False, self._uniform, self._tree, sight.sliding or 0, recent, sinks, float(scale), float(cap)]
         return self._attended(queries, keys, values, how, NOWHERE)
 
     def _attend_to_source(self, node: Any) -> Value:
@@ -448,7 +448,7 @@ class _Lowering:
         if value not in self._source or (mask is not None and mask not in self._source):
             raise RecordingError("programs attend to what an encoder has read as it is")
         seen = NOWHERE if mask is None else self._source[mask].place
-        how = [True, *[0] * 6, float(scale), float(cap)]
+        how = [True, *[0] * 5, float(scale), float(cap)]
         queries, keys, values = self._rows(self._value(query)), self._source[key], self._source[value]
         return self._attended(queries, keys, values, how, seen)
 

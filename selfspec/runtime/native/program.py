@@ -182,7 +182,7 @@ class _Program:
         places = 0 if self._cross < 0 else tensors[self._cross].shape[2]
         capacity = tensors[self._buffers.start].shape[2]
         aligned = -(-memory.data_ptr() // _LINE) * _LINE
-        given = (aligned, capacity, addresses[self._slots], start, depths, sees, nodes, places, 0, 0)
+        given = (aligned, capacity, addresses[self._slots], start, depths, sees, nodes, places)
         return native.words((*given, *addresses))
 
     def _run(self, addresses: native.Words) -> None:
