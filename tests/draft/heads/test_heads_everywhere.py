@@ -423,7 +423,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
         (lambda: weights.write_bytes(weights.read_bytes()[:-40]), "truncated or corrupt"),
         (weights.unlink, "no weights"),
         (lambda: listing.write_text(json.dumps(index)), "lacks 1 of 1 weight files"),
-        (lambda: config.write_text("["), "cannot be read"),
+        (lambda: config.write_text("["), "is not readable JSON"),
     ):
         damage()
         with pytest.raises(HeadError, match=words):
