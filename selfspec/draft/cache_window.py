@@ -18,7 +18,6 @@ from selfspec.model.layer_path import LayerPath
 LONG = 1024
 """Tokens of a text from which on it may pay to read less than the whole cache."""
 
-
 SINKS = 4
 """Number of first tokens that stay visible, as in StreamingLLM."""
 # More tokens than any text has.

@@ -128,13 +128,10 @@ def _misread(text: object) -> DraftConfigError:
     said = f"draft {shown(text)} is not understood"
     forms = {each.name: each.form for each in declarations()} | {PLAIN: PLAIN, AUTO: "auto or auto:FILE"}
     short = {f"{name}{form}" for name in forms for form in (":FOLDER", "[:FOLDER]")}
-    # Those that go behind another draft are left to `selfspec drafts`.
-    listed = ", ".join(
-        name if len(form) > _LONG_FORM or form in short else form
-        for name, form in forms.items()
-        if not form.startswith("draft+")
-    )
-    listed += "; joined by +: lookup+int8"
+    alone = {name: form for name, form in forms.items() if not form.startswith("draft+")}
+    listed = ", ".join(name if len(form) > _LONG_FORM or form in short else form for name, form in alone.items())
+    behind = [form.removeprefix("draft") for form in forms.values() if form not in alone.values()]
+    listed += f"; behind one of them {', '.join(behind)}; joined by +: lookup+int8"
     if not isinstance(text, str) or not text.strip():
         return DraftConfigError(f"{said}; write {listed}")
     parts = text.strip().split("+")

@@ -130,8 +130,8 @@ def pack_each(model: PreTrainedModel, format: Format | None, weights: Given) -> 
     if not packed and format is not None and format.packs:
         raise UnsupportedModelError(
             f"no weight of {type(model).__name__} fits weights={format.name!r}, which keeps linear layers, experts and "
-            f"embeddings of bfloat16 precision{reason}; load it without weights=, or load it in bfloat16, or save it so "
-            "before packing, which rounds it"
+            f"embeddings of bfloat16 precision{reason}; load it without weights=, or round it: load it in bfloat16, or "
+            "save it so before packing"
         )
 
 
