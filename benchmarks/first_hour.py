@@ -29,19 +29,33 @@ _INSTALL = "pip install -q -c constraints.txt"
 _DEMO = "first text, first comparison"
 _SERVER = "selfspec serve MODEL --name code"
 _AT = "http://127.0.0.1:8000/v1"
-_STEPS = {
-    "environment": "python3 -m venv .venv",
-    "install": f"{_INSTALL} . ./demo_model",
-    _DEMO: "selfspec demo",
-    "what a checkpoint of one's own can do": "selfspec MODEL",
-    "its text": 'selfspec generate MODEL --prompt "def walk("',
-    "its text with a draft": 'selfspec generate MODEL --prompt "def walk(" --draft lookup+int8',
-    "what the server needs": f"{_INSTALL} '.[serve]'",
-    "a server that answers": _SERVER,
-    "what studies need": f"{_INSTALL} '.[bench]'",
-    "a study and its pictures": "selfspec ablate --model MODEL --draft exits --texts 2 --max-new-tokens 24 "
-    "--confirm 2 --temperature 0 --pricing weights --to STUDY",
+_PROMPT = '--prompt "def walk("'
+_PEOPLE = {
+    "everybody": {
+        "environment": "python3 -m venv .venv",
+        "install": f"{_INSTALL} . ./demo_model",
+        _DEMO: "selfspec demo",
+        "what a checkpoint of one's own can do": "selfspec MODEL",
+        "its text": f"selfspec generate MODEL {_PROMPT}",
+    },
+    "too little memory": {
+        "its weights in planes": "selfspec pack MODEL --to PLANES",
+        "text of these, drafted by half of their bits": f"selfspec generate PLANES {_PROMPT} --draft lookup+upper",
+        "text within a budget": f"selfspec generate MODEL {_PROMPT} --memory 2GiB",
+    },
+    "a checkpoint to wrap or serve": {
+        "its text with a draft": f"selfspec generate MODEL {_PROMPT} --draft lookup+int8",
+        "what the server needs": f"{_INSTALL} '.[serve]'",
+        "a server that answers": _SERVER,
+    },
+    "a study to run": {
+        "what studies need": f"{_INSTALL} '.[bench]'",
+        "a study and its pictures": "selfspec ablate --model MODEL --draft exits --texts 2 --max-new-tokens 24 "
+        "--confirm 2 --temperature 0 --pricing weights --to STUDY",
+    },
 }
+"""The task of each person, from nothing to its result, behind what everybody types."""
+_STEPS = {what: command for steps in _PEOPLE.values() for what, command in steps.items()}
 
 
 def main() -> None:
@@ -121,7 +135,10 @@ def _report(record: Mapping[str, Any]) -> str:
     machine, seconds = record["environment"], record["seconds"]
     installed = sum(seconds[what]["end"] for what in ("environment", "install"))
     demo = seconds[_DEMO]
-    rows = [f"| {what} | `{command}` | {seconds[what]['end']:.1f} |" for what, command in _STEPS.items()]
+    rows = []
+    for person, steps in _PEOPLE.items():
+        rows.append(f"| **{person}** | | |")
+        rows += [f"| {what} | `{command}` | {seconds[what]['end']:.1f} |" for what, command in steps.items()]
     lines = [
         "# The first hour by a stop-watch\n",
         f"{machine['processor']}, {machine['threads']} threads; Python {machine['python']}, torch {machine['torch']}, "
