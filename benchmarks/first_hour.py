@@ -73,19 +73,15 @@ def main() -> None:
             take = _served if command == _SERVER else _ran
             took[what] = take(command.replace("MODEL", str(options.model.resolve())), clone, shell)
     record = {"seconds": took, "environment": environment(torch.device("cpu"))}
-    keep(options.name, record, _report(record))
-    print(_report(record))
+    keep(options.name, record, said := _report(record))
+    print(said)
 
 
 def _fresh(clone: Path, caches: Path) -> dict[str, str]:
     """Return the environment of a fresh shell with the clone's environment activated."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL", "OMP"))}
-    fresh = {"XDG_CACHE_HOME": caches, "HF_HOME": caches / "hub"}
-    return (
-        kept
-        | {name: str(place) for name, place in fresh.items()}
-        | {"PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"}
-    )
+    caches_of = {"XDG_CACHE_HOME": str(caches), "HF_HOME": str(caches / "hub")}
+    return {**kept, **caches_of, "PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}"}
 
 
 def _ran(command: str, clone: Path, shell: Mapping[str, str]) -> dict[str, float]:
@@ -109,9 +105,8 @@ def _served(command: str, clone: Path, shell: Mapping[str, str]) -> dict[str, fl
             if server.poll() is not None:
                 raise SystemExit(f"{command}: status {server.returncode}")
             time.sleep(0.05)
-        seconds = time.perf_counter() - started
         server.terminate()
-    return {"end": seconds}
+        return {"end": time.perf_counter() - started}
 
 
 def _started(command: str, clone: Path, shell: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -133,8 +128,7 @@ def _answers() -> bool:
 
 def _report(record: Mapping[str, Any]) -> str:
     machine, seconds = record["environment"], record["seconds"]
-    installed = sum(seconds[what]["end"] for what in ("environment", "install"))
-    demo = seconds[_DEMO]
+    demo, installed = seconds[_DEMO], sum(seconds[what]["end"] for what in ("environment", "install"))
     rows = []
     for person, steps in _PEOPLE.items():
         rows.append(f"| **{person}** | | |")
@@ -145,8 +139,7 @@ def _report(record: Mapping[str, Any]) -> str:
         f"transformers {machine['transformers']}. One run; seconds of whole commands.\n",
         f"From the clone to the demo's first line: {installed + demo['first line']:.0f} s; to its end: "
         f"{installed + demo['end']:.0f} s.\n",
-        "| step | command | seconds |",
-        "|---|---|---|",
+        "| step | command | seconds |\n|---|---|---|",
         *rows,
     ]
     return "\n".join(lines) + "\n"
