@@ -137,7 +137,7 @@ class RoundedLinear(PackedLinear):
     @property
     @abstractmethod
     def operands(self) -> native.Operands:
-        """What selfspec's own kernels read of the weight."""
+        """Operands of selfspec's own kernels."""
 
     @abstractmethod
     def by_aten(self, rows: Tensor) -> Tensor:

@@ -263,7 +263,7 @@ class Operands:
 
     @property
     def all(self) -> tuple[Tensor, Sequence[Tensor | None], int, int, int]:
-        """What operators take of them, in their order."""
+        """Arguments of the operators, in their order."""
         return self.weight, self.parts, self.format, self.setting, self.inputs
 
 

@@ -90,7 +90,7 @@ HINTS = frozenset(
         "metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     }
 )  # fmt: skip
-"""What clients of OpenAI's and Anthropic's interfaces say besides."""
+"""Fields that clients of OpenAI's and Anthropic's interfaces send, and that change nothing here."""
 
 
 class Part(Strict):

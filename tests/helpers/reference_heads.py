@@ -200,7 +200,7 @@ def mtp(checkpoint: MtpCheckpoint, kind: str) -> Logits:
     mimo = kind == "qwen2"
 
     def made(states: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """What its layer makes of states and the tokens that belong to them, and the norm of it."""
+        """Return what its layer makes of states and of their tokens, and the norm of that."""
         outermost: Any = block.get_decoder()
         embedded = model.get_input_embeddings()(torch.tensor(tokens))
         parts = [

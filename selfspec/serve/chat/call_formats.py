@@ -68,7 +68,7 @@ class ResponseFormat:
 
 
 HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
-"""What models are taken to write whose template tells them of tools and writes no calls."""
+"""Format of models whose template tells them of tools and writes no calls."""
 
 _NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
 
