@@ -142,6 +142,10 @@ def plot(
             axes.label_outer()
             for beside_axes in figure.axes:
                 beside_axes.set_ylabel("\n".join(wrap(beside_axes.get_ylabel(), _letters(each, font))))
+        # Panels share their axes: an end that is set before the last one is drawn cuts off what lies beyond it.
+        if colour is None:
+            for axes in grid[:, 0]:
+                _baseline(axes, x, y)
         if keys:
             handles, labels = grid[0, 0].get_legend_handles_labels()
             shown_keys = dict(zip(labels, handles, strict=True))
@@ -237,7 +241,6 @@ def _points(
     else:
         axes.set_ylabel(_words(y))
         _whole_ticks(axes, table, x)
-    _baseline(axes, x, y)
     axes.set_xlabel(_words(x))
     axes.grid(axis="x" if named else "both")
 

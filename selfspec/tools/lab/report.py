@@ -78,13 +78,18 @@ def write_report(heading: str, rows: Sequence[Row], about: Mapping[str, Any], fo
 
 
 def provenances(rows: Sequence[Row]) -> list[Row]:
-    """Return what rows were measured with, once each."""
-    found = [{name: row[name] for name in PROVENANCE if row.get(name) is not None and name != "seed"} for row in rows]
+    """Return what rows were measured with, once each, and the prompts of all that were measured so."""
     seeds = sorted({row["seed"] for row in rows if isinstance(row.get("seed"), int)})
     every: dict[str, Row] = {}
-    for each in found:
-        identity = json.dumps([each.get(name) for name in ("model", "weights", "commit", "threads", "prompts")])
+    prompts: dict[str, dict[str, None]] = {}
+    for row in rows:
+        each = {name: row[name] for name in PROVENANCE if row.get(name) is not None and name != "seed"}
+        identity = json.dumps([each.get(name) for name in ("model", "weights", "commit", "threads")])
         every[identity] = {**every.get(identity, {}), **each}
+        if "prompts" in each:
+            prompts.setdefault(identity, {})[each["prompts"]] = None
+    for identity, read in prompts.items():
+        every[identity]["prompts"] = ", ".join(read)
     return [{**each, "seeds": f"{seeds[0]} to {seeds[-1]}" if seeds else "none"} for each in every.values()]
 
 

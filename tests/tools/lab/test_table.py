@@ -20,7 +20,7 @@ from selfspec.errors import StudyError
 from selfspec.measure.estimate import Estimate
 from selfspec.tools.lab.plot import COLUMN, plot, read_table
 from selfspec.tools.lab.prices import RoundCosts
-from selfspec.tools.lab.report import draw, page_of, write_report
+from selfspec.tools.lab.report import draw, page_of, provenances, write_report
 from selfspec.tools.lab.runs import FILE, Row, Run, Runs
 from selfspec.tools.lab.table import doubts, p_value, positions, records, shown, summarise
 
@@ -271,6 +271,17 @@ def test_pictures_fit_a_column_and_say_what_they_show(tmp_path: Path) -> None:
         plot(table.assign(speed=float("nan")), "speed", "alpha")
 
 
+@pytest.mark.parametrize("y", ["arm", "alpha"])
+def test_panels_show_all_their_points(y: str) -> None:
+    table = pandas.DataFrame(
+        {"text": ["slow", "slow", "fast", "fast"], "speedup": [1.0, 2.0, 1.5, 9.0], "alpha": 0.5, "arm": [*"abab"]}
+    )
+    table["speedup_low"], table["speedup_high"] = table["speedup"] - 0.1, table["speedup"] + 0.1
+    for axes in plot(table, "speedup", y, panel="text").axes:
+        assert axes.get_xlim()[0] == 0
+        assert axes.get_xlim()[1] > 9.1
+
+
 def test_a_heat_map_has_numbers_in_order_and_labels_apart() -> None:
     names = [f"texts/{kind}" for kind in ("chat", "code", "summary")]
     layers = sorted(range(30), key=str)
@@ -346,6 +357,12 @@ def test_a_report_is_written_whole_and_shows_names_as_they_are(tmp_path: Path) -
         tokens = MarkdownIt().enable("table").parse((page / "report.md").read_text())
         kinds = {child.type for token in tokens for child in token.children or []}
         assert kinds <= {"text", "text_special", "softbreak", "image"}
+
+
+def test_what_was_measured_alike_is_told_once_with_all_its_prompts() -> None:
+    rows = [{**row, "prompts": prompts} for prompts in ("chat", "code") for row in study(2)]
+    (told,) = provenances([*rows, *rows])
+    assert told["prompts"] == "chat, code"
 
 
 def test_every_column_is_defined() -> None:
