@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -147,14 +146,6 @@ _OF_TEXT = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StockReading:
-    """A prompt that the stock model has read: keys, values and states without its last token."""
-
-    past: DynamicCache
-    offsets: tuple[int, ...]  # position ids of each row's new tokens minus their index in the text
-
-
 def beside_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Select the inputs of a model that are not part of its text."""
     return {
@@ -188,9 +179,12 @@ def change_nothing(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str
 
 
 @torch.no_grad()
-def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor) -> StockReading:
+def read_by_stock(
+    model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str, Any], mask: Tensor
+) -> tuple[DynamicCache, tuple[int, ...]]:
     """Read prompts with the inputs beside their text, such as images, by the stock model.
 
+    Returns keys, values and states without each prompt's last token, and its new tokens' position ids minus index.
     Refuses inputs that it cannot read, that would change later tokens too, or that come with a prompt partly read.
     """
     others = beside_text(inputs) or {"position_ids": inputs["position_ids"]}
@@ -232,7 +226,7 @@ def read_by_stock(model: PreTrainedModel, adapter: Adapter, inputs: Mapping[str,
                 f"{', '.join(others)}: {type(model).__name__} gives its layers other inputs for tokens after such "
                 "a prompt as well; use model.generate"
             )
-    return StockReading(past, tuple(offsets.tolist()))
+    return past, tuple(offsets.tolist())
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
         group.error = None
     # Rows whose processors have memory are judged by group, place by place; all others together, all places at once.
     if not batch.sampling.in_order:
-        asked, kept = _asked(batch, draft, rule), None
+        asked, kept = _Asked.of(batch, rule, draft.length and len(draft.tree)), None
         columns = _repeated(batch, draft, logits, rule, asked) if batch.runner.captures else None
         if columns is None:
             judged = _judged(asked, rule, draft, logits)
@@ -52,38 +52,27 @@ def judge(batch: Batch, draft: Draft, logits: Tensor, rule: Rule) -> Verdict:
 
 
 @dataclass(frozen=True)
-class _Lots:
-    """Holds the numbers that one judgement draws by."""
-
-    accept: Tensor | None  # uniform, `[rows, nodes]`; None: all chances are 0 and 1
-    recover: tuple[Tensor, ...]  # of the token after the accepted nodes, see `group.chosen`
-
-    @classmethod
-    def of(cls, batch: Batch, rule: Rule, nodes: int, first: int = 0) -> _Lots:
-        """Take those of some nodes, of which the first has the number `first` in the whole draft."""
-        # A lossless rule draws nothing where each place has one possible token.
-        draws = nodes and not (batch.sampling.decided and rule.lossless)
-        accept = batch.noise.uniform(Purpose.ACCEPT, first, nodes) if draws else None
-        # A row commits one such token per round, so all of them use the noise of one place.
-        return cls(accept, batch.sampling.lots(batch.noise, Purpose.RECOVER, 0, 1, batch.runner.vocabulary))
-
-
-@dataclass(frozen=True)
 class _Asked:
     """Holds what a judgement takes besides the draft and the target's logits."""
 
     sampling: BatchSampling | AlikeSampling
     decide: Callable[[Tensor], Tensor]  # `BatchSampling.decide` of p
-    lots: _Lots
+    accept: Tensor | None  # uniform numbers, `[rows, nodes]`; None: all chances are 0 and 1
+    recover: tuple[Tensor, ...]  # numbers that draw the token after the accepted nodes, see `group.chosen`
 
+    @classmethod
+    def of(cls, batch: Batch, rule: Rule, nodes: int, first: int = 0) -> _Asked:
+        """Take what judges some nodes, of which the first has the number `first` in the whole draft."""
+        sampling, cursors, noise = batch.sampling, batch.cache.cursors, batch.noise
 
-def _asked(batch: Batch, draft: Draft, rule: Rule) -> _Asked:
-    sampling, cursors, noise = batch.sampling, batch.cache.cursors, batch.noise
+        def decide(p: Tensor) -> Tensor:
+            return sampling.decide(p, cursors.positions(p.shape[1], first - 1) + 1, noise)
 
-    def decide(p: Tensor) -> Tensor:
-        return sampling.decide(p, cursors.positions(p.shape[1]) + 1, noise)
-
-    return _Asked(sampling, decide, _Lots.of(batch, rule, draft.length and len(draft.tree)))
+        # A lossless rule draws nothing where each place has one possible token.
+        draws = nodes and not (sampling.decided and rule.lossless)
+        accept = noise.uniform(Purpose.ACCEPT, first, nodes) if draws else None
+        # A row commits one such token per round, so all of them use the noise of one place.
+        return cls(sampling, decide, accept, sampling.lots(noise, Purpose.RECOVER, 0, 1, batch.runner.vocabulary))
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class _Judgement:
     sampling: AlikeSampling
     rule: Rule
     tree: Tree
-    has: tuple[bool, ...]  # which of the draft's probs and `_Lots.accept` are given
+    has: tuple[bool, ...]  # which of the draft's probs and `_Asked.accept` are given
     held: list[TreeTables] = field(default_factory=list, compare=False)
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -105,7 +94,7 @@ class _Judgement:
         given = iter(rest)
         probs, accept = (next(given) if each else None for each in self.has)
         draft = Draft(tokens, self.tree, probs)
-        asked = _Asked(self.sampling, lambda p: p, _Lots(accept, tuple(given)))
+        asked = _Asked(self.sampling, lambda p: p, accept, tuple(given))
         return (_judged(asked, self.rule, draft, logits).columns(last, draft),)
 
 
@@ -126,13 +115,13 @@ class _Judged:
 
 def _repeated(batch: Batch, draft: Draft, logits: Tensor, rule: Rule, asked: _Asked) -> Tensor | None:
     """Judge by a function that may be captured, to `_Judged.columns`; None: rows choose differently, or keep scores."""
-    alike, lots = batch.sampling.alike(), asked.lots
+    alike = batch.sampling.alike()
     # A rule of another package may act differently each time.
     if alike is None or batch.keeps_scores or not type(rule).__module__.startswith("selfspec."):
         return None
-    some = (draft.probs, lots.accept)
+    some = (draft.probs, asked.accept)
     same = _Judgement(alike, rule, draft.tree, tuple(each is not None for each in some))
-    given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *lots.recover)
+    given = (logits, batch.last_tokens, draft.tokens, *(each for each in some if each is not None), *asked.recover)
     (columns,) = batch.runner.repeat(same, given)
     return columns
 
@@ -150,7 +139,7 @@ def _judged(asked: _Asked, rule: Rule, draft: Draft, logits: Tensor) -> _Judged:
     # Where shared noise or greedy decoding decides tokens, the rule judges one-hot distributions: q at the draft's
     # tokens, p at the target's choice. A coupled draft's real q is exact too, but rejects tokens on which both agree.
     decided = torch.where(finite[..., None], asked.decide(p), 0.0)
-    place, token = accept(sampling.judged(draft), decided, logits, rule, asked.lots)
+    place, token = accept(sampling.judged(draft), decided, logits, rule, asked)
     return _Judged(place, token, finite.gather(1, place[:, None])[:, 0], scores)
 
 
@@ -163,7 +152,7 @@ def _next(asked: _Asked, logits: Tensor, scores: Tensor) -> _Judged:
     else:
         p = sampling.probabilities(scores)
         finite = finite & p.sum(-1).isfinite()
-        token = chosen(asked.decide(p), asked.lots.recover)
+        token = chosen(asked.decide(p), asked.recover)
     none = torch.zeros_like(token[:, 0])
     return _Judged(none, token[:, 0], finite[:, 0], scores)
 
@@ -226,7 +215,7 @@ def _on_host(batch: Batch, draft: Draft, columns: list[list[float]]) -> dict[int
     return judged
 
 
-def accept(draft: Draft, p: Tensor, logits: Tensor, rule: Rule, lots: _Lots) -> tuple[Tensor, Tensor]:
+def accept(draft: Draft, p: Tensor, logits: Tensor, rule: Rule, asked: _Asked) -> tuple[Tensor, Tensor]:
     """Accept draft tokens by a rule's chances and draw the token after them; return the deepest place, and the token.
 
     Both are `[rows]`; place 0 means that none is accepted. Draft and p, `[rows, nodes + 1, vocab]`, are what tokens are
@@ -235,13 +224,13 @@ def accept(draft: Draft, p: Tensor, logits: Tensor, rule: Rule, lots: _Lots) -> 
     """
     if len(draft.tree):
         chances = rule.accept_probs(draft, p, logits)
-        mask = chances > 0.5 if lots.accept is None else lots.accept < chances
+        mask = chances > 0.5 if asked.accept is None else asked.accept < chances
         place = rule.accepted(mask, draft.tree)
         recovery_probs = rule.recovery_probs(draft, p, place)
     else:
         # Plain decoding: there is nothing to judge, and the token is drawn from p.
         place, recovery_probs = draft.tokens.new_zeros(len(p)), p[:, 0]
-    return place, chosen(recovery_probs[:, None], lots.recover)[:, 0]
+    return place, chosen(recovery_probs[:, None], asked.recover)[:, 0]
 
 
 def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) -> int:
@@ -345,12 +334,10 @@ def _judge_place(batch: Batch, draft: Draft, logits: Tensor, scores: Tensor, rul
     # The rule sees a draft of one token, or of none at the last place. The token after it is never used.
     token = draft.tokens[:, place : place + 1]
     probs = None if draft.probs is None else draft.probs[:, place : place + 1]
-    positions = batch.cache.cursors.positions(place + 1)[:, place:] + 1
-    sampling, places = batch.sampling, token.shape[1] + 1
-    one = sampling.judged(Draft.chain(token, probs))
-    decided = torch.where(finite[..., None], sampling.decide(p, positions, batch.noise), 0.0).expand(-1, places, -1)
-    lots = _Lots.of(batch, rule, token.shape[1], place)
-    accepted, own = accept(one, decided, logits[:, place : place + places], rule, lots)
+    places, asked = token.shape[1] + 1, _Asked.of(batch, rule, token.shape[1], place)
+    one = batch.sampling.judged(Draft.chain(token, probs))
+    decided = torch.where(finite[..., None], asked.decide(p), 0.0).expand(-1, places, -1)
+    accepted, own = accept(one, decided, logits[:, place : place + places], rule, asked)
     chosen = torch.where(accepted > 0, token[:, 0], own) if token.shape[1] else own
     # Transfer everything at once: doubles hold every token id exactly.
     return torch.stack([chosen, accepted, finite[:, 0]], 1).double().cpu()

@@ -211,11 +211,7 @@ def read_request(
     rows = prepared.input_ids.shape[0]
     repeated = {name: mask.repeat_interleave(rows // mask.shape[0], 0) for name, mask in masks.items()}
     prepared = replace(prepared, model_kwargs={**prepared.model_kwargs, **repeated})
-    if encodes:
-        prepared = replace(prepared, input_ids=checked_ids(model, prepared.input_ids))
-    request = _predicting(
-        _request(model, adapter, prepared, text_alone=text_alone), model, prepared, prediction, tokenizer
-    )
+    request = prepared_request(model, adapter, prepared, prediction, tokenizer, text_alone=text_alone)
     if streamer is not None and request.input_ids.shape[0] > 1:
         raise UnsupportedOptionError(
             f"streamer: it takes one row, this batch has {request.input_ids.shape[0]}; iterate over spec.stream(...) "
@@ -258,39 +254,21 @@ def prepared_request(
     adapter: Adapter,
     prepared: Prepared,
     prediction: AnyPrediction = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     text_alone: bool = False,
 ) -> Request:
-    """Check what `transformers` hands to a `custom_generate` callable, and return it as a `Request`."""
+    """Check what `transformers` hands to a `custom_generate` callable, and return it as a `Request`.
+
+    Inputs beside the text are read, and what depends on the inputs that `transformers` has prepared is checked.
+    """
     check_callables("logits_processor", prepared.logits_processor)
     check_callables("stopping_criteria", prepared.stopping_criteria)
-    ids, config = prepared.input_ids, prepared.generation_config
-    check_values(lambda name: getattr(config, name, None), _scope(model, ids))
-    if ids.numel() or prepared.model_kwargs.get("inputs_embeds") is None or has_encoder(model):
-        prepared = replace(prepared, input_ids=checked_ids(model, ids))
-    request = _request(model, adapter, prepared, text_alone=text_alone)
-    return _predicting(request, model, prepared, prediction, None)
-
-
-def _predicting(
-    request: Request,
-    model: PreTrainedModel,
-    prepared: Prepared,
-    prediction: AnyPrediction,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Request:
-    """Return a request with predictions of its rows; those of a prompt are alike."""
-    if prediction is None:
-        return request
-    repeated, rows = prepared.generation_config.num_return_sequences or 1, len(request.lengths)
-    readable = weight_of(model.get_input_embeddings()).shape[0]
-    return replace(request, predictions=read_predictions(prediction, rows // repeated, repeated, readable, tokenizer))
-
-
-def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, text_alone: bool) -> Request:
-    """Read the inputs beside the text, and check what depends on the inputs that `transformers` has prepared."""
     input_ids, generation_config = prepared.input_ids, prepared.generation_config
     model_kwargs = dict(prepared.model_kwargs)
+    check_values(lambda name: getattr(generation_config, name, None), _scope(model, input_ids))
+    if input_ids.numel() or model_kwargs.get("inputs_embeds") is None or has_encoder(model):
+        input_ids = checked_ids(model, input_ids)
     aligns = has_encoder(model) and bool(getattr(generation_config, "return_token_timestamps", False))
     if aligns:
         # Whisper's generate, which asks for timestamps, reads the cross-attentions alone.
@@ -326,7 +304,7 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
             f"padded rows: the forward of {type(model).__name__} names no position_ids, so that transformers counts "
             "padding as positions; name them in its signature, or pass rows of one length, or one row at a time"
         )
-    reading = None
+    offsets: tuple[int, ...] | None = None
     moved = moves_positions(model, inputs, mask)
     if moved or (beside_text(inputs) and not change_nothing(model, adapter, inputs, mask)):
         if text_alone:
@@ -334,8 +312,7 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
                 f"{', '.join(beside_text(inputs) or ['position_ids'])}: rows that come and go, and models loaded "
                 "within a budget, read text alone; call generate of a model that is loaded whole"
             )
-        reading = read_by_stock(model, adapter, inputs, mask)
-        past = reading.past
+        past, offsets = read_by_stock(model, adapter, inputs, mask)
         # The stock model has used the positions; those of new tokens were compared with its own.
         inputs = {**inputs, "position_ids": None if inputs.get("position_ids") is None else mask.cumsum(1) - 1}
     check_model_inputs(config, {**inputs, "attention_mask": mask}, read.shape[1], generation_config)
@@ -345,9 +322,8 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
     max_new_tokens = stopping.max_new_tokens
     context = context_of(config)
     lengths = tuple(mask.sum(1).tolist())
-    offsets = (0,) * len(lengths) if reading is None else reading.offsets
     whole = bool(generation_config.return_dict_in_generate)
-    ends = [length + max(offset, 0) for length, offset in zip(lengths, offsets, strict=True)]
+    ends = [length + max(offset, 0) for length, offset in zip(lengths, offsets or (0,) * len(lengths), strict=True)]
     if context is not None and max(ends) + max_new_tokens > context:
         room = context - max(ends)
         remedy = f"ask for at most {room} new tokens or shorten the prompt" if room > 0 else "shorten the prompt"
@@ -358,12 +334,19 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
     scope = _scope(model, read)
     held = mask[:, : 0 if past is None else past_length(past)].sum(1).tolist()
     # Later passes may rotate by other tables than those that the cache was made with.
-    anew = past is not None and reading is None and tables_change(config, min(held), max(lengths) - 1)
+    anew = past is not None and offsets is None and tables_change(config, min(held), max(lengths) - 1)
     if anew and read.shape[1] < mask.shape[1]:
         raise UnsupportedOptionError(
             f"the cache holds {max(held)} tokens that were rotated by other tables than this text of "
             f"{max(lengths)}, so they must be read again; pass the whole conversation as input_ids"
         )
+    # The rows of a prompt are predicted alike.
+    repeated, readable = generation_config.num_return_sequences or 1, scope.readable
+    predictions = (
+        ()
+        if prediction is None
+        else read_predictions(prediction, len(lengths) // repeated, repeated, readable, tokenizer)
+    )
     # The padding id may be no token if nothing is padded; processors still need a valid one.
     padding = 0 if pad is None else int(pad.flatten()[0])
     return Request(
@@ -380,16 +363,17 @@ def _request(model: PreTrainedModel, adapter: Adapter, prepared: Prepared, *, te
             greedy=not generation_config.do_sample,
         ),
         stopping=stopping,
-        pad=padding if 0 <= padding < weight_of(model.get_input_embeddings()).shape[0] else 0,
+        pad=padding if 0 <= padding < scope.readable else 0,
         whole=whole,
         scores=whole and bool(generation_config.output_scores),
         logits=whole and bool(generation_config.output_logits),
         past=past,
-        offsets=None if reading is None else offsets,
+        offsets=offsets,
         prefill_width=generation_config.prefill_chunk_size,
         anew=anew,
         source=source,
         aligns=model if aligns else None,
+        predictions=predictions,
     )
 
 

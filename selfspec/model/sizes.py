@@ -108,8 +108,8 @@ def share_read(
     layers = adapter.decoder_layers(model)
     output = model.get_output_embeddings()
     of_token = _of_one_token(price, experts_of(model, adapter))
-    rows, full = _sum(price, output.parameters()), _sum(of_token, _read_by_a_step(model, adapter))
-    read = full - rows - sum(_sum(of_token, layer.parameters()) for layer in layers)
+    rows, full = sum(map(price, output.parameters())), sum(map(of_token, _read_by_a_step(model, adapter)))
+    read = full - rows - sum(of_token(weight) for layer in layers for weight in layer.parameters())
     read += sum(_layer_price(layer, index, adapter, path, of_token) for index, layer in enumerate(layers))
     kept = 1 if head is None or head.tokens is None else len(head.tokens) / weight_of(output).shape[0]
     read += kept * rows * (_bits_of(path, weight_of(output)) if path.head_substituted else 1)
@@ -121,7 +121,7 @@ def share_read(
 def bytes_read(model: PreTrainedModel, adapter: Adapter) -> int:
     """Return the bytes of weights that a step of the full network reads, with the head, without embeddings."""
     price = _of_one_token(lambda weight: weight.nbytes, experts_of(model, adapter))
-    return round(_sum(price, _read_by_a_step(model, adapter)))
+    return round(sum(map(price, _read_by_a_step(model, adapter))))
 
 
 def widening(model: PreTrainedModel, adapter: Adapter) -> float:
@@ -202,11 +202,11 @@ def _layer_price(
     sublayers = [Sublayer(index, part) for part in Part]
     if not any(map(path.runs, sublayers)):
         return 0
-    read = _sum(price, layer.parameters())
+    read = sum(map(price, layer.parameters()))
     for sublayer in sublayers:
         modules = [layer.get_submodule(name) for name in adapter.modules_of(layer, sublayer.part)]
         if not path.runs(sublayer):
-            read -= sum(_sum(price, module.parameters()) for module in modules)
+            read -= sum(price(weight) for module in modules for weight in module.parameters())
         elif path.format is not None and sublayer in path.substituted:
             weights = [weight for module in modules for weight in substituted_weights(module, path.format)]
             read -= sum(price(weight) * (1 - _bits_of(path, weight)) for weight in weights)
@@ -217,7 +217,3 @@ def _bits_of(path: LayerPath, weight: Tensor) -> float:
     """Return the bits of a substitute's weight divided by those of the weight itself."""
     assert path.format is not None
     return path.format.bits * weight.numel() / (8 * weight.nbytes)
-
-
-def _sum(price: Callable[[Tensor], float], weights: Iterable[Tensor]) -> float:
-    return sum(map(price, weights))

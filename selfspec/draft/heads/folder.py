@@ -20,6 +20,7 @@ from selfspec.errors import CheckpointError, HeadError
 from selfspec.files.json_text import read_object
 from selfspec.formats.format import Format
 from selfspec.model.checkpoint import weight_files
+from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.registry import find_adapter
 from selfspec.model.substitutes import Substitutes
@@ -89,6 +90,9 @@ class FromFolder(Drafter):
     def weights(self) -> dict[str, Tensor]:
         """Read the weights by their common names."""
         return {self.common_name(name): weight for name, weight in HeadFolder.at(self.source).tensors().items()}
+
+    def features(self, depth: int) -> tuple[Point, ...]:
+        return ("normed",)
 
     def own_bytes(self, model: PreTrainedModel) -> OwnBytes:
         return OwnBytes(weight_bytes(self._shapes, model, self.weight_format))

@@ -18,7 +18,6 @@ from selfspec.draft.heads.folder import FromFolder, linear_layers
 from selfspec.draft.heads.head import check_for_head
 from selfspec.draft.rows_view import RowsView, made_once
 from selfspec.draft.tree_growth import KeepingProposer, Read, of_levels
-from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.sizes import bytes_read
 from selfspec.runtime.runtime import with_kernels
@@ -44,9 +43,6 @@ class Medusa(FromFolder):
     @staticmethod
     def common_name(name: str) -> str:
         return name.removeprefix("medusa_head.")
-
-    def features(self, depth: int) -> tuple[Point, ...]:
-        return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "Medusa heads", self.weight_format)

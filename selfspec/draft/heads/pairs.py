@@ -46,9 +46,6 @@ class HeadDrafter(Drafter):
         """Number of tokens that each of its drafts reads behind the last committed one; 0: the budget decides."""
         return 0
 
-    def features(self, depth: int) -> tuple[Point, ...]:
-        return ("normed",)
-
     def read_points(self, model: PreTrainedModel, depth: int) -> tuple[Point, ...]:
         """Return those of `features` that it reads of one model, in the order of `Fusion.state`; by default all."""
         return self.features(depth)

@@ -24,7 +24,6 @@ from selfspec.draft.rows_view import RowsView, made_once
 from selfspec.draft.tree_growth import KeepingProposer, Read
 from selfspec.errors import HeadError
 from selfspec.formats.format import Format
-from selfspec.model.gated_view import Point
 from selfspec.model.identity import vocabulary_size, weight_of
 from selfspec.model.sizes import bytes_read
 
@@ -48,9 +47,6 @@ class QueriesAssistant(FromFolder):
 
     def in_format(self, format: Format) -> Drafter | None:
         return None
-
-    def features(self, depth: int) -> tuple[Point, ...]:
-        return ("normed",)
 
     def check_model(self, model: PreTrainedModel, adapter: Adapter) -> None:
         check_for_head(model, "an assistant", None)
