@@ -543,7 +543,7 @@ class SelfSpeculative:
             raise UnsupportedOptionError(f"seed={seed!r} is no integer of 64 bits; pass e.g. seed=0")
         if request.input_ids.shape[0] > 1:
             self._check_rows_differ()
-        widths = [] if self.limits is None else [self.limits.prefill_width(len(request.lengths))]
+        widths = [] if self.limits is None else [max(self.limits.at_once // len(request.lengths), 1)]
         if request.prefill_width is not None:
             widths.append(request.prefill_width)
         request = replace(request, prefill_width=min(widths, default=None))

@@ -36,7 +36,8 @@ class SharedLayer(CacheLayerMixin):
         super().__init__()
         self._cursors = cursors
         self._stored: tuple[Tensor, ...] | None = None
-        self._shown: tuple[Tensor, ...] = ()
+        # All tensors of slots, `[batch, heads, capacity, ...]` each; none before the first tokens.
+        self.parts: tuple[Tensor, ...] = ()
         self._capacity = 0
 
     @property
@@ -45,11 +46,6 @@ class SharedLayer(CacheLayerMixin):
         # Read once: other threads may ask while it is replaced.
         stored = self._stored
         return 0 if stored is None else sum(slots.nbytes for slots in stored)
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """All tensors of slots, `[batch, heads, capacity, ...]` each; none before the first tokens."""
-        return self._shown
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate slots by the heads, size and dtype of a pass's keys and values."""
@@ -76,8 +72,8 @@ class SharedLayer(CacheLayerMixin):
         """Make the rows of `cursors.seq_lens` visible to passes."""
         if self._stored is not None:
             rows = len(self._cursors.seq_lens)
-            self._shown = tuple(slots[:rows] for slots in self._stored)
-            for name, slots in zip(self.names, self._shown, strict=True):
+            self.parts = tuple(slots[:rows] for slots in self._stored)
+            for name, slots in zip(self.names, self.parts, strict=True):
                 setattr(self, name, slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -97,14 +93,14 @@ class SharedLayer(CacheLayerMixin):
         """Return all slots, after allocating as many as the cursors ask for."""
         if self._capacity < self._cursors.capacity:
             self.hold()
-        return self._shown
+        return self.parts
 
     def hold(self) -> None:
         """Reallocate to the rows and slots that the cursors ask for, and keep the contents."""
         if self._stored is not None:
             self._settle()
             parts = list(self._stored)
-            self._stored, self._shown = None, ()
+            self._stored, self.parts = None, ()
             for name in self.names:
                 delattr(self, name)
             # One after the other, so that each old tensor is freed before the next new one is made.

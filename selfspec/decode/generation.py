@@ -237,10 +237,6 @@ class Limits:
                 f"memory budget has room for; ask for fewer new tokens, or raise context to {rows * tokens}"
             )
 
-    def prefill_width(self, rows: int) -> int:
-        """Return how many tokens of each row one pass over prompts may read."""
-        return max(self.at_once // rows, 1)
-
 
 @dataclass(frozen=True)
 class Target:

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from types import FrameType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -289,80 +289,72 @@ def _is_watermark(value: object, _: Scope) -> bool:
     return _is_real(bias) and math.isfinite(bias)
 
 
-class _Check(NamedTuple):
-    """One line of the table: options, what they must be, and a check of a value."""
-
-    names: str
-    must_be: str
-    allows: Callable[[Any, Scope], bool]
-
-
 _ID = "a token id that the model's head writes"
-_CHECKS = (
-    _Check("do_sample renormalize_logits remove_invalid_values", "True or False", _is_flag),
-    _Check("return_dict_in_generate output_scores output_logits", "True or False", _is_flag),
-    _Check("max_new_tokens max_length", "a positive integer", _is_whole(1)),
-    _Check("prefill_chunk_size", "an integer of at least 1, the tokens that one pass reads", _is_whole(1)),
-    _Check("num_beams", "1: selfspec samples or decodes greedily; use model.generate for beam search", _is_whole(1)),
-    _Check("num_return_sequences", "an integer of at least 1, the rows to return for each prompt", _is_whole(1)),
-    _Check("min_length min_new_tokens", "an integer of at least 0; 0 asks for no least length", _is_whole(0)),
-    _Check(
+# The table: names of options, what they must be, and a check of a value.
+_Checks = Sequence[tuple[str, str, Callable[[Any, Scope], bool]]]
+_CHECKS: _Checks = (
+    ("do_sample renormalize_logits remove_invalid_values", "True or False", _is_flag),
+    ("return_dict_in_generate output_scores output_logits", "True or False", _is_flag),
+    ("max_new_tokens max_length", "a positive integer", _is_whole(1)),
+    ("prefill_chunk_size", "an integer of at least 1, the tokens that one pass reads", _is_whole(1)),
+    ("num_beams", "1: selfspec samples or decodes greedily; use model.generate for beam search", _is_whole(1)),
+    ("num_return_sequences", "an integer of at least 1, the rows to return for each prompt", _is_whole(1)),
+    ("min_length min_new_tokens", "an integer of at least 0; 0 asks for no least length", _is_whole(0)),
+    (
         "no_repeat_ngram_size encoder_no_repeat_ngram_size",
         "an integer of at least 0; 0 lets n-grams repeat",
         _is_whole(0),
     ),
-    _Check(
+    (
         "repetition_penalty encoder_repetition_penalty",
         "a finite float above 0; 1.0 penalises nothing",
         _is_float_above_0,
     ),
-    _Check(
+    (
         "exponential_decay_length_penalty",
         "a pair of an integer and a finite number: the first token it applies to, and the factor",
         _is_decay,
     ),
-    _Check("max_time", "a number of seconds, at least 0", lambda value, _: _is_real(value) and value >= 0),
-    _Check(
+    ("max_time", "a number of seconds, at least 0", lambda value, _: _is_real(value) and value >= 0),
+    (
         "stop_strings",
         "a string that is not empty, or a list of such; None stops nowhere",
         _some(lambda value, _: isinstance(value, str) and bool(value)),
     ),
-    _Check(
+    (
         "eos_token_id",
         "a token id, or a list of them; None, or an id outside the vocabulary, ends no row",
         _some(lambda value, _: _is_id(value)),
     ),
-    _Check(
+    (
         "pad_token_id",
         "a token id of the model's vocabulary: it fills rows that end early; 0 will do where there is none",
         _is_padding,
     ),
     # Where there is a prompt, these are not read.
-    _Check(
-        "bos_token_id decoder_start_token_id", "an integer", lambda value, _: all(map(_is_integer, _one_or_more(value)))
-    ),
-    _Check("forced_bos_token_id", _ID, _is_token),
-    _Check("forced_eos_token_id", f"{_ID}, or a list of such ids", _some(_is_token)),
-    _Check("suppress_tokens begin_suppress_tokens", "a list of token ids", _are_ids),
-    _Check("bad_words_ids", "a list of lists of token ids that the model's head writes, none empty", _are_words),
-    _Check(
+    ("bos_token_id decoder_start_token_id", "an integer", lambda value, _: all(map(_is_integer, _one_or_more(value)))),
+    ("forced_bos_token_id", _ID, _is_token),
+    ("forced_eos_token_id", f"{_ID}, or a list of such ids", _some(_is_token)),
+    ("suppress_tokens begin_suppress_tokens", "a list of token ids", _are_ids),
+    ("bad_words_ids", "a list of lists of token ids that the model's head writes, none empty", _are_words),
+    (
         "sequence_bias",
         "a dict from tuples of token ids that the model's head writes to floats, none NaN, or a list of such pairs",
         _are_biases,
     ),
-    _Check("watermarking_config", "a WatermarkingConfig, whose bias is a finite number", _is_watermark),
+    ("watermarking_config", "a WatermarkingConfig, whose bias is a finite number", _is_watermark),
 )
 # Read for sampling alone: a greedy call may have any value here, such as `temperature=0.0`.
-_SAMPLING_CHECKS = (
-    _Check("temperature", "a finite float above 0; for greedy decoding pass do_sample=False", _is_float_above_0),
-    _Check("top_k", "an integer of at least 0; 0 keeps all tokens", _is_whole(0)),
-    _Check("top_p", "a number in 0..1; 1.0 keeps all tokens", _in_unit_interval),
-    _Check("min_p", "a number in 0..1; 0.0 keeps all tokens", _in_unit_interval),
-    _Check("typical_p", "a number above 0 and up to 1; 1.0 keeps all tokens", _in_unit_interval_above_0),
-    _Check("top_h", "a number above 0 and up to 1", _in_unit_interval_above_0),
-    _Check("epsilon_cutoff eta_cutoff", "a number in 0..1; 0.0 keeps all tokens", _in_unit_interval),
+_SAMPLING_CHECKS: _Checks = (
+    ("temperature", "a finite float above 0; for greedy decoding pass do_sample=False", _is_float_above_0),
+    ("top_k", "an integer of at least 0; 0 keeps all tokens", _is_whole(0)),
+    ("top_p", "a number in 0..1; 1.0 keeps all tokens", _in_unit_interval),
+    ("min_p", "a number in 0..1; 0.0 keeps all tokens", _in_unit_interval),
+    ("typical_p", "a number above 0 and up to 1; 1.0 keeps all tokens", _in_unit_interval_above_0),
+    ("top_h", "a number above 0 and up to 1", _in_unit_interval_above_0),
+    ("epsilon_cutoff eta_cutoff", "a number in 0..1; 0.0 keeps all tokens", _in_unit_interval),
 )
-CHECKED = frozenset(name for check in (*_CHECKS, *_SAMPLING_CHECKS) for name in check.names.split())
+CHECKED = frozenset(name for names, _, _ in (*_CHECKS, *_SAMPLING_CHECKS) for name in names.split())
 """All options of the table."""
 
 # Options of the table, and options that change nothing here.
@@ -400,9 +392,9 @@ def value_in_call(name: str, options: Mapping[str, Any], configs: Sequence[Gener
     return next((value for value in found if value is not None), None)
 
 
-def _refuse(checks: tuple[_Check, ...], value_of: Callable[[str], Any], scope: Scope) -> None:
-    for check in checks:
-        for name in check.names.split():
+def _refuse(checks: _Checks, value_of: Callable[[str], Any], scope: Scope) -> None:
+    for names, must_be, allows in checks:
+        for name in names.split():
             value = value_of(name)
-            if value is not None and not check.allows(value, scope):
-                raise UnsupportedOptionError(f"{name}={shown(value)} is not valid: it must be {check.must_be}")
+            if value is not None and not allows(value, scope):
+                raise UnsupportedOptionError(f"{name}={shown(value)} is not valid: it must be {must_be}")

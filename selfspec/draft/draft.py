@@ -15,15 +15,10 @@ from selfspec.model.layer_path import Sublayer
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits the size of a draft.
+    """Limits the size of a draft."""
 
-    Attributes:
-        depth: most draft tokens on one path; 0: no draft.
-        nodes: most draft tokens in all, siblings included; at least `depth`.
-    """
-
-    depth: int
-    nodes: int
+    depth: int  # most draft tokens on one path; 0: no draft
+    nodes: int  # most draft tokens in all, siblings included; at least `depth`
 
     @classmethod
     def chain(cls, length: int) -> Budget:

@@ -117,10 +117,8 @@ def read_predictions(
 ) -> list[Prediction | None]:
     """Read what is predicted of all prompts, or of each of them; each prompt has `repeated` rows.
 
-    Raises:
-        UnsupportedOptionError: it is neither text nor token ids, there is no tokenizer for a text, or there is not one
-            for each prompt.
-        PromptError: a token id is outside the vocabulary.
+    Raises UnsupportedOptionError if it is neither text nor token ids, there is no tokenizer for a text, or there is not
+    one for each prompt, and PromptError for a token id outside the vocabulary.
     """
     listed: Any = given.tolist() if isinstance(given, Tensor) else given
     several = isinstance(listed, list | tuple) and not all(map(is_whole, listed))

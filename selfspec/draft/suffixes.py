@@ -192,13 +192,11 @@ _WEIGHT = 4.0
 class Offer:
     """Holds the paths that are proposed for one row.
 
-    Attributes:
-        kind: groups offers of equal trust, such as the length of a match; a larger kind promises more.
-        shares: probability of each path's last token after the tokens before it. Prefixes of a path come first.
+    `kind` groups offers of equal trust, such as the length of a match; a larger kind promises more.
     """
 
     kind: int
-    shares: dict[TokenPath, float]
+    shares: dict[TokenPath, float]  # of each path's last token after the tokens before it; prefixes come first
 
 
 class Trust:

@@ -369,21 +369,15 @@ def check_on_hub(name: str, file: str) -> None:
 
 def _reason(file: str, error: Exception) -> str:
     """Say why the hub does not provide the file, and what to do."""
-    match error:
-        case HFValidationError():
-            return "it is no name on the model hub; check the path"
-        # GatedRepoError is a subclass of RepositoryNotFoundError.
-        case GatedRepoError():
-            return "on the model hub it is gated: accept its terms at its page, and log in with `hf auth login`"
-        case RepositoryNotFoundError():
-            return (
-                "the model hub has no public model of this name; check the spelling or, for a private one, your login"
-            )
-        case EntryNotFoundError():
-            return f"on the model hub it has no {file}: is it a transformers checkpoint?"
-        case OfflineModeIsEnabled():
-            return "HF_HUB_OFFLINE forbids asking the model hub; check the path, or unset it"
-        case _:
-            return (
-                f"the model hub cannot be reached ({_one_line(error)}); check the path or the network, or give a folder"
-            )
+    # GatedRepoError is a subclass of RepositoryNotFoundError.
+    known: dict[type[Exception], str] = {
+        HFValidationError: "it is no name on the model hub; check the path",
+        GatedRepoError: "on the model hub it is gated: accept its terms at its page, and log in with `hf auth login`",
+        RepositoryNotFoundError: "the model hub has no public model of this name; check the spelling or, for a private "
+        "one, your login",
+        EntryNotFoundError: f"on the model hub it has no {file}: is it a transformers checkpoint?",
+        OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids asking the model hub; check the path, or unset it",
+        Exception: f"the model hub cannot be reached ({_one_line(error)}); check the path or the network, or give a "
+        "folder",
+    }
+    return next(reason for kind, reason in known.items() if isinstance(error, kind))
