@@ -68,14 +68,6 @@ class CacheBudget:
         return None
 
 
-@dataclass(frozen=True)
-class Known:
-    """A cache of one row, and how many of its first tokens another text begins with."""
-
-    cache: SharedCache
-    tokens: int
-
-
 class PrefixCache:
     """Caches of rows that have ended, by their tokens, within a bound in bytes; the least used go first."""
 
@@ -98,8 +90,10 @@ class PrefixCache:
             self._kept[tokens] = cache
         self.shrink(self.bound)
 
-    def find(self, text: Sequence[int], fits: Callable[[int], bool]) -> Known | None:
-        """Return the cache that holds most of a text's beginning, its last token left out; None: none holds enough.
+    def find(self, text: Sequence[int], fits: Callable[[int], bool]) -> tuple[SharedCache, int] | None:
+        """Return the cache that holds most of a text's beginning, its last token left out, and how many tokens of it.
+
+        None: none holds enough.
 
         Caches of a number of tokens that does not fit are passed over: they were read otherwise than the text would be.
         """
@@ -111,7 +105,7 @@ class PrefixCache:
         if best is None or whole[best] < FEWEST:
             return None
         self._kept.move_to_end(best)
-        return Known(self._kept[best], whole[best])
+        return self._kept[best], whole[best]
 
     def shrink(self, most: int) -> None:
         """Drop the least used caches, until the others take at most so many bytes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Literal
 
 import regex
@@ -20,19 +19,11 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
-class ScoredToken:
-    """A token and its log-probabilities."""
-
-    token: int
-    logprobs: TokenLogprobs
-
-
-@dataclass(frozen=True)
 class Piece:
     """Holds what is new of an answer: certain text before any stop string, and committed tokens where asked for."""
 
     text: str
-    scored: tuple[ScoredToken, ...] = ()
+    scored: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     calls: tuple[CallDelta, ...] = ()
     thought: str = ""
@@ -81,7 +72,7 @@ class Choice:
         self.begun: int | None = None
         self.text = self.thought = ""
         self.calls: list[ToolCall] = []
-        self.scored: list[ScoredToken] = []
+        self.scored: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.counts = Counts()
 
@@ -93,11 +84,9 @@ class Choice:
     def take(self, committed: Committed) -> Piece:
         """Take what a round committed."""
         self.begun = self.begun or time.monotonic_ns()
-        text, count, scored = "", 0, list[ScoredToken]()
-        for token, logprobs in zip_longest(committed.tokens, committed.logprobs or ()):
+        text, count = "", 0
+        for token in committed.tokens:
             count += 1
-            if logprobs is not None:
-                scored.append(ScoredToken(token, logprobs))
             if token not in self._hidden:
                 text += self._stops.push(self._stream.push([token]))
             # The answer would end here if its text, as it stands, has a stop string in it.
@@ -105,7 +94,7 @@ class Choice:
                 text += self._stops.push(self._stream.finish())
             if self._stops.found:
                 break
-        now = self.counts
+        now, scored = self.counts, (committed.logprobs or ())[:count]
         self.counts = Counts(
             now.tokens + count,
             now.drafted + committed.drafted,
@@ -115,14 +104,14 @@ class Choice:
             committed.mispredicted,
         )
         self.scored += scored
-        return self._piece(text, "stop" if self._stops.found else None, tuple(scored))
+        return self._piece(text, "stop" if self._stops.found else None, scored)
 
     def end(self, finished: Finished) -> Piece:
         """Take the end of a row that no error ended."""
         text = self._stops.push(self._stream.finish()) + self._stops.finish()
         return self._piece(text, "length" if finished.reason == "length" and not self._stops.found else "stop")
 
-    def _piece(self, text: str, reason: FinishReason | None, scored: tuple[ScoredToken, ...] = ()) -> Piece:
+    def _piece(self, text: str, reason: FinishReason | None, scored: tuple[TokenLogprobs, ...] = ()) -> Piece:
         ended = reason is not None
         thought, text = Parted("", text) if self._thoughts is None else self._thoughts.push(text, ended)
         said = Said(text, ()) if self._calls is None else self._calls.push(text, ended)

@@ -19,6 +19,7 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 class TokenLogprobs:
     """Log-probabilities, by raw logits, of a committed token and of the `top` likeliest at its place, best first."""
 
+    token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
 

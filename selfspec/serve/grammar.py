@@ -197,17 +197,6 @@ Wanted = Mapping[str, Any] | str | CallGrammar
 """A JSON schema, a regular expression, or calls of tools: what restricts an answer."""
 
 
-@dataclass(frozen=True)
-class Grammar:
-    """What an answer has to fit, compiled."""
-
-    matcher: Any
-
-    def processor(self) -> LogitsProcessor:
-        """Make the processor that keeps one answer to it."""
-        return GrammarProcessor(self.matcher.deep_copy())
-
-
 class GrammarProcessor(LogitsProcessor):
     """Keeps one row to a grammar. It can go back, so that it filters drafts, too: see `docs/grammars.md`."""
 
@@ -215,6 +204,10 @@ class GrammarProcessor(LogitsProcessor):
         self._matcher = matcher
         # Of each call: whether it took a token; None: it was the first, which shows the prompt.
         self._took: list[bool | None] = []
+
+    def fresh(self) -> GrammarProcessor:
+        """Make another one, as at the beginning."""
+        return GrammarProcessor(self._matcher.deep_copy())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores, `[1, vocab]`, of -inf where a token does not fit; RuntimeError: it took too many steps."""
@@ -269,12 +262,11 @@ class Grammars:
                 f"is not supported: llguidance cannot read this tokenizer ({' '.join(str(error).split())[:300]})"
             )
 
-    def compiled(self, wanted: Wanted) -> Grammar:
-        """Compile a form.
+    def compiled(self, wanted: Wanted) -> GrammarProcessor:
+        """Compile a form into a processor, which each answer has a `fresh` one of.
 
-        Raises:
-            UnsupportedOptionError: it is too large, takes too many steps, has a keyword that is not held, or nothing
-                fits it.
+        An UnsupportedOptionError: it is too large, takes too many steps, has a keyword that is not held, or nothing
+        fits it.
         """
         if self.tokens is None:
             raise UnsupportedOptionError(f"response_format {self._why_not}")
@@ -285,7 +277,7 @@ class Grammars:
                 source = replace(wanted, tools=self._tools_held(wanted)).lark(self._special)
             case _:
                 source = f"start: {_json(wanted)}"
-        return Grammar(self._matcher(source))
+        return GrammarProcessor(self._matcher(source))
 
     def _matcher(self, source: str) -> Any:
         if len(source) > MOST_CHARACTERS:

@@ -55,14 +55,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=True, default=str)
 
 
-def request_id(scope: Scope) -> str:
-    """Return the id of a request, which its answer carries too."""
-    found: str = scope["selfspec"]["request_id"]
-    return found
-
-
 def note(scope: Scope, **fields: Any) -> None:
-    """Add fields to the line of a request."""
+    """Add fields to the line of a request, `scope["selfspec"]`, which has its `request_id` from the beginning."""
     scope["selfspec"].update(fields)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,41 +35,32 @@ from selfspec.serve.row_request import RowRequest
 _NO_CONTEXT = 1 << 20
 
 
-class LogprobRecord:
-    """Keeps the log-probabilities of a round until its tokens are known, and reports the `top` likeliest."""
-
-    def __init__(self, top: int) -> None:
-        self._top = top
-        self._kept: list[Tensor] = []
-
-    def keep(self, logits: Tensor) -> None:
-        """Keep the logits of the next places, `[places, vocab]`."""
-        self._kept.append(logits.float().log_softmax(-1))
-
-    def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Return the log-probabilities at the places of the committed tokens, and drop what was kept."""
-        kept, self._kept = self._kept, []
-        if not tokens:
-            return ()
-        places = torch.cat(kept)[: len(tokens)]
-        own = places.gather(1, torch.tensor(tokens, device=places.device)[:, None])[:, 0].tolist()
-        best = places.topk(min(self._top, places.shape[1]))
-        each = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
-        return tuple(TokenLogprobs(value, tuple(zip(*likeliest, strict=True))) for value, *likeliest in each)
-
-
 @dataclass(frozen=True)
-class RowRecords(ScoreRecords):
-    """Records of a row's committed tokens, with log-probabilities where `logprobs` are asked for."""
+class LogprobRecords(ScoreRecords):
+    """Keeps a row's log-probabilities of a round until its tokens are known, and reports the `top` likeliest."""
 
-    logprobs: LogprobRecord | None = None
+    top: int = 0
+    _kept: list[Tensor] = field(default_factory=list)
 
     def keep(
         self, scores: Tensor, logits: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[Tensor, ...] | None:
-        if self.logprobs is not None:
-            self.logprobs.keep(logits[0, : counts[0]])
+        self._kept.append(logits[0, : counts[0]].float().log_softmax(-1))
         return super().keep(scores, logits, rows, starts, counts)
+
+    def take(self, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """Return the log-probabilities at the places of the committed tokens, and drop what was kept."""
+        kept = [*self._kept]
+        self._kept.clear()
+        if not tokens:
+            return ()
+        places = torch.cat(kept)[: len(tokens)]
+        own = places.gather(1, torch.tensor(tokens, device=places.device)[:, None])[:, 0].tolist()
+        best = places.topk(min(self.top, places.shape[1]))
+        each = zip(tokens, own, best.indices.tolist(), best.values.tolist(), strict=True)
+        return tuple(
+            TokenLogprobs(token, value, tuple(zip(*likeliest, strict=True))) for token, value, *likeliest in each
+        )
 
 
 @dataclass(frozen=True)
@@ -117,15 +108,14 @@ class RowDecoder:
     def row(self, asked: RowRequest) -> Group:
         """Check a request as `generate` does, and make a group of one row, from any thread.
 
-        Raises:
-            PromptError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context.
-            UnsupportedOptionError: an option cannot be honoured, by name.
+        A PromptError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context; an
+        UnsupportedOptionError names an option that cannot be honoured.
         """
         if not isinstance(asked, RowRequest):
             raise UnsupportedOptionError(
                 f"a request is a RowRequest, got {shown(asked)}; write RowRequest(input_ids=(1, 2), max_new_tokens=16)"
             )
-        asked.check(self.vocabulary)
+        asked.check(vocabulary_size(self._target.model))
         ids = torch.tensor([asked.input_ids], dtype=torch.long).reshape(1, -1)
         # Rows are never padded, but transformers warns if a model has no padding token.
         beside = {"pad_token_id": 0, "max_length": None, "max_new_tokens": int(asked.max_new_tokens)}
@@ -147,17 +137,12 @@ class RowDecoder:
             sampling=request.sampling.coupled() if couples else request.sampling,
             stopping=request.stopping,
             noise=noise,
-            records=RowRecords(logprobs=None if top is None else LogprobRecord(top)),
+            records=ScoreRecords() if top is None else LogprobRecords(top=top),
             kind=asked.kind,
             predictions=request.predictions,
             isolated=True,
             whole=request.stopping,
         )
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids that the model's head writes."""
-        return vocabulary_size(self._target.model)
 
     def tables(self, length: int) -> int:
         """Return the number of the rotary tables for a text of this length, which rows of a batch must share."""

@@ -15,7 +15,7 @@ from selfspec.decode.output import Round, RowRound
 from selfspec.errors import EngineStoppedError, RowError, SelfSpecError
 from selfspec.serve.cache_budget import FEWEST, CacheBudget, PrefixCache, Storage
 from selfspec.serve.events import Committed, EngineStats, Event, Finished, Reason, Ticket
-from selfspec.serve.row_decoder import RowDecoder, RowRecords
+from selfspec.serve.row_decoder import LogprobRecords, RowDecoder
 
 _LOG = logging.getLogger(__name__)
 # Short prompts that are read before a long one that has waited longer, at most.
@@ -98,7 +98,9 @@ class Scheduler:
         self._leave_cancelled()
         try:
             self._admit()
-            self._make_room()
+            # A round may cost the rows that came last.
+            while self._batch is not None and not self._hold(len(self._running)):
+                self._preempt_last()
             committed = None if self._batch is None else self._decoder.round(self._batch, self._running[0].drafts)
         except Exception as error:
             # Whatever state the batch was left in, no row can go on from it.
@@ -149,8 +151,7 @@ class Scheduler:
 
     @property
     def _batch_bytes(self) -> int:
-        batch = self._batch
-        return 0 if batch is None else batch.row_bytes
+        return 0 if self._batch is None else self._batch.row_bytes
 
     def _leave_cancelled(self) -> None:
         for entry in [entry for entry in self._waiting if entry.ticket.cancelled]:
@@ -242,12 +243,11 @@ class Scheduler:
         # It is in use until it is copied; the others make room for the copy.
         self._kept.shrink(self._budget.bound - self._batch_bytes - self._budget.sizes.of(1, len(text)))
         self._counts.asked_tokens += len(text)
-        if known is None:
-            return self._decoder.begin(entry.row)
+        cache, tokens = known or (None, 0)
         if not entry.row.committed[0]:
-            entry.cached = known.tokens
-        self._counts.cached_tokens += known.tokens
-        return self._decoder.begin(entry.row, known.cache, known.tokens)
+            entry.cached = tokens
+        self._counts.cached_tokens += tokens
+        return self._decoder.begin(entry.row, cache, tokens)
 
     def _keep(self, entry: Entry, batch: Batch, index: int) -> None:
         """Keep the cache of a row of a batch, where there is room beside the batch that runs."""
@@ -296,11 +296,6 @@ class Scheduler:
         if chosen != now:
             self._batch.hold(chosen.rows, chosen.tokens)
         return True
-
-    def _make_room(self) -> None:
-        """Make room for a round, if need be at the cost of the rows that came last."""
-        while self._batch is not None and not self._hold(len(self._running)):
-            self._preempt_last()
 
     def _preempt_last(self) -> None:
         """Take the cache of the row that came last, running or read, and let it wait."""
@@ -367,9 +362,8 @@ class Scheduler:
         entry.drafted += len(row.draft)
         entry.accepted += row.accepted
         records = entry.row.records
-        record = records.logprobs if isinstance(records, RowRecords) else None
         try:
-            logprobs = None if record is None else record.take(row.tokens)
+            logprobs = records.take(row.tokens) if isinstance(records, LogprobRecords) else None
         except Exception as error:
             return "error", _failed("its log-probabilities could not be told", error)
         if row.tokens:

@@ -180,8 +180,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 def parse_body(body: bytes, model: type[ModelT], most: int) -> ModelT:
     """Read the JSON of a request of at most `most` items.
 
-    Raises:
-        ApiError: it has more, is nested too deep, is no JSON, or its fields are refused.
+    An ApiError: it has more, is nested too deep, is no JSON, or its fields are refused.
     """
     _check_items(body, most)
     try:

@@ -23,7 +23,7 @@ from selfspec.serve.api_error import ApiError, api_error, stopping_error, unknow
 from selfspec.serve.chat.template import ChatTemplate
 from selfspec.serve.client_limits import ServerLimits
 from selfspec.serve.engine import Engine
-from selfspec.serve.grammar import Grammar, Grammars, Wanted
+from selfspec.serve.grammar import GrammarProcessor, Grammars, Wanted
 from selfspec.serve.monitoring import Metrics
 from selfspec.serve.schemas import BYTES_PER_ITEM, ModelT, parse_body
 from selfspec.serve.transcriber import Transcriber
@@ -79,10 +79,8 @@ class Served(ServedModel):
     """A model that continues texts.
 
     `template` replaces the tokenizer's own chat template; without either, chats are refused. The model writes tokens
-    below `vocabulary` and reads those below `readable`, which may be more.
-
-    Raises:
-        CheckpointError: the template cannot be rendered.
+    below `vocabulary` and reads those below `readable`, which may be more. A CheckpointError: the template cannot be
+    rendered.
     """
 
     engine: Engine
@@ -138,7 +136,7 @@ class Served(ServedModel):
         """Run what makes rows and hands them to the engine; see `read`."""
         return await self._run(self._submitter, work)
 
-    async def compile(self, wanted: Wanted) -> Grammar:
+    async def compile(self, wanted: Wanted) -> GrammarProcessor:
         """Compile what an answer has to fit; see `read`."""
         return await self._run(self._compilers, lambda: self.grammars.compiled(wanted))
 

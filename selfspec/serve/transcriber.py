@@ -93,10 +93,7 @@ class Transcriber:
     """Runs transcriptions of one wrapped model in a thread of its own. Methods may be called from any thread.
 
     The checkpoint of this name, on the hub or a folder, says what the model hears of samples. Up to `max_waiting`
-    sounds wait.
-
-    Raises:
-        UnsupportedModelError: the model writes no times.
+    sounds wait. An UnsupportedModelError: the model writes no times.
     """
 
     def __init__(self, spec: SelfSpeculative, tokenizer: Any, name: str, max_waiting: int = 256) -> None:
@@ -139,10 +136,8 @@ class Transcriber:
     ) -> Future[Transcript]:
         """Take a sound at the model's `rate`, and return at once; None: the language is heard, nothing is prompted.
 
-        Raises:
-            EngineStoppedError: none are taken.
-            QueueFullError: too many wait.
-            UnsupportedOptionError: the model does not hear the language.
+        An EngineStoppedError: none are taken; a QueueFullError: too many wait; an UnsupportedOptionError: the model
+        does not hear the language.
         """
         if not self.running:
             raise EngineStoppedError("the transcriber is stopped")

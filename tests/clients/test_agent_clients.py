@@ -410,7 +410,7 @@ def test_clients_read_calls(
     template = ChatTemplate(saying.served.tokenizer)
     monkeypatch.setattr(saying.served, "template", template)
     for thought in (shape.thought.format("Let me see."), ""):
-        apart, before = ("Let me see.", "") if thought and template.writer(True).thinks else ("", thought)
+        apart, before = ("Let me see.", "") if thought and template.writers[True].thinks else ("", thought)
         for count in (1, 2):
             says(saying, monkeypatch, thought + shape.calls(CALLS[:count]), at_once)
             assert list(client(url)) == [(apart, before.rstrip(), CALLS[:count])] * 2

@@ -139,8 +139,8 @@ def test_calls_and_results_are_in_what_is_written(name: str) -> None:
 
 def test_a_named_template_writes_what_has_tools() -> None:
     template = ChatTemplate(PUBLISHED["hermes-2-pro"].tokenizer)
-    assert template.writer(True).reads_tools
-    assert not template.writer(False).reads_tools
+    assert template.writers[True].reads_tools
+    assert not template.writers[False].reads_tools
     question = [{"role": "user", "content": "Hi"}]
     assert "weather" in template.tokenizer.decode(template.prompt(question, TOOLS))
     assert "ools" not in template.tokenizer.decode(template.prompt(question))
@@ -312,7 +312,7 @@ def grammars() -> Grammars:
 
 def fits(grammars: Grammars, wanted: Wanted, text: str) -> bool:
     """Whether an answer may be this text, by its bytes, which are the tokens."""
-    processor = grammars.compiled(wanted).processor()
+    processor = grammars.compiled(wanted)
     tokens: list[int] = tiny.tokenizer()(text).input_ids
     scores, seen = torch.zeros(1, 256), [0]
     for token in tokens:
@@ -535,14 +535,12 @@ def test_what_is_not_held_is_refused(words: str, schema: dict[str, Any], grammar
 
 
 def test_a_grammar_goes_back(grammars: Grammars) -> None:
-    processor = grammars.compiled("(ab|ac)+").processor()
+    processor = grammars.compiled("(ab|ac)+")
     a, b, c = tiny.tokenizer()("abc").input_ids
 
     def allowed(*tokens: int) -> list[int]:
-        found: list[int] = (
-            processor(torch.tensor([[7, *tokens]]), torch.zeros(1, 256))[0].isfinite().nonzero().flatten()
-        )
-        return sorted(int(token) for token in found)
+        scores = processor(torch.tensor([[7, *tokens]]), torch.zeros(1, 256))[0]
+        return sorted(int(token) for token in scores.isfinite().nonzero())
 
     for _ in range(2):
         assert allowed() == [a]

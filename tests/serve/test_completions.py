@@ -334,9 +334,6 @@ def test_what_is_let_through_is_before_the_first_stop(text: str, stops: list[str
     assert given_out == (text[: min(places)] if places else text)
 
 
-NOTHING = TokenLogprobs(-1.0, ())
-
-
 @given(data=st.data(), kind=st.sampled_from(sorted(KINDS)))
 def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.DataObject, kind: str) -> None:
     """Whatever its tokens are."""
@@ -348,7 +345,8 @@ def test_an_answer_ends_with_the_token_that_finishes_a_stop_string(data: st.Data
     choice, pieces, at = Choice(tokenizer, prompt, stops), [], 0
     while at < len(tokens) and choice.finish_reason is None:
         part = tuple(tokens[at : at + data.draw(st.integers(1, 3))])
-        pieces.append(choice.take(Committed(part, (NOTHING,) * len(part), len(part), len(part))))
+        scored = tuple(TokenLogprobs(token, -1.0, ()) for token in part)
+        pieces.append(choice.take(Committed(part, scored, len(part), len(part))))
         at += len(part)
     if choice.finish_reason is None:
         pieces.append(choice.end(Finished("length", None, len(prompt), len(tokens), 0, 0)))

@@ -26,7 +26,7 @@ from selfspec.draft.rows_view import RowsView
 from selfspec.errors import RowError
 from selfspec.runtime.request import PassResult
 from selfspec.serve.events import Committed
-from selfspec.serve.row_decoder import LogprobRecord, RowRecords
+from selfspec.serve.row_decoder import LogprobRecords
 from selfspec.serve.row_request import RowRequest
 
 
@@ -174,16 +174,16 @@ def breaks(*given: Any) -> Any:
     raise ArithmeticError("this row breaks here")
 
 
-class Unkept(LogprobRecord):
+class Unkept(LogprobRecords):
     keep = breaks  # type: ignore[assignment]
 
 
-class Untold(LogprobRecord):
+class Untold(LogprobRecords):
     take = breaks  # type: ignore[assignment]
 
 
-def with_record(row: Group, record: type[LogprobRecord]) -> None:
-    row.records = RowRecords(logprobs=record(1))
+def with_record(row: Group, record: type[LogprobRecords]) -> None:
+    row.records = record(top=1)
 
 
 def with_criterion(row: Group) -> None:

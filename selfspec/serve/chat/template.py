@@ -49,11 +49,8 @@ _GIVEN = ("messages", "tools", "add_generation_prompt", "documents", "continue_f
 class ChatTemplate:
     """Writes messages the way the model was taught to read them, by a template in Jinja; None: the tokenizer's own.
 
-    Of templates with names, `default` and `tool_use`, the latter writes what has tools or calls.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be rendered, or leaves out what a user says; the message names the
-            remedy.
+    Of templates with names, `default` and `tool_use`, the latter writes what has tools or calls. A CheckpointError
+    names the remedy: there is none, or it cannot be rendered, or leaves out what a user says.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,25 +83,20 @@ class ChatTemplate:
         """Write the tokens of a conversation, up to where the model's answer begins.
 
         Arguments of calls in `messages` are objects. The answer continues the last message if it `goes_on`; else its
-        beginning is written if it `begins`.
-
-        Raises:
-            PromptError: the template refuses these messages, or leaves out calls, or what a message says.
+        beginning is written if it `begins`. A PromptError: the template refuses these messages, or leaves out calls, or
+        what a message says.
         """
         calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
-        source = self.writer(bool(tools) or calls)
+        source = self.writers[bool(tools) or calls]
         if calls and source.arguments is None:
             raise PromptError("the chat template writes no calls and results; give one with --template FILE")
         if calls and source.arguments == "text":
             messages = [_as_text(message) for message in messages]
         return source.tokens(messages, tools or (), variables, begins and not goes_on, goes_on)
 
-    def writer(self, tools: bool) -> TemplateSource:
-        """Return the template that writes what has tools or calls, or neither."""
-        return self._writers[tools]
-
     @cached_property
-    def _writers(self) -> Mapping[bool, TemplateSource]:
+    def writers(self) -> Mapping[bool, TemplateSource]:
+        """The templates that write what has tools or calls, and neither."""
         found = self.source or self.tokenizer.chat_template
         named = found if isinstance(found, dict) else {"default": found}
         if "default" not in named:
@@ -116,7 +108,7 @@ class ChatTemplate:
     @cached_property
     def reads(self) -> CallFormat | ResponseFormat | None:
         """How calls are found in answers: as the template writes them, or as the tokenizer's response template says."""
-        writer = self.writer(True)
+        writer = self.writers[True]
         return writer.calls if self._own is None or (writer.arguments and writer.calls) else self._own
 
     @cached_property
@@ -131,7 +123,7 @@ class ChatTemplate:
 
     def thoughts(self, prompt: Sequence[int], tools: bool) -> Thoughts | None:
         """Return the marks that part the thoughts of an answer from its text; None: the model writes none."""
-        marks = self.writer(tools).thinks
+        marks = self.writers[tools].thinks
         if marks is None:
             return None
         begun = str(self.tokenizer.decode(prompt[-32:])).rstrip().endswith(marks.begin)

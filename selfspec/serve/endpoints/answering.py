@@ -21,8 +21,8 @@ from selfspec.serve.chat.call_reader import CallableTools
 from selfspec.serve.chat.thoughts import Thoughts
 from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.events import Committed, Event, Finished, Ticket
-from selfspec.serve.grammar import Grammar, Wanted
-from selfspec.serve.monitoring import note, request_id
+from selfspec.serve.grammar import GrammarProcessor, Wanted
+from selfspec.serve.monitoring import note
 from selfspec.serve.row_request import OccurrencePenalty, RowRequest
 from selfspec.serve.schemas import GenerationFields, StreamOptions, in_one_piece
 from selfspec.serve.served import Served
@@ -120,7 +120,7 @@ class ChoicesForm(Form):
 
 def head_of(served: Served, http: Request, prefix: str, kind: str) -> Body:
     """Write what an answer, and each event of a stream, begins with; ids begin with `prefix`."""
-    name = f"{prefix}-{request_id(http.scope)}"
+    name = f"{prefix}-{http.scope['selfspec']['request_id']}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": served.name}
 
 
@@ -173,7 +173,7 @@ def _predicted(served: Served, request: GenerationFields) -> tuple[int, ...] | N
     return tuple(served.tokenizer(text, add_special_tokens=False).input_ids)
 
 
-async def _compiled(served: Served, wanted: Wanted) -> Grammar:
+async def _compiled(served: Served, wanted: Wanted) -> GrammarProcessor:
     """Compile what the answers have to fit, within the time of a request."""
     seconds = served.limits.request_seconds
     try:
@@ -240,14 +240,14 @@ def _seed(seed: int | None, index: int) -> int | None:
     return None if seed is None else (seed + 2**63 + index) % 2**64 - 2**63
 
 
-def _processors(request: GenerationFields, prompt: Sequence[int], grammar: Grammar | None) -> dict[str, Any]:
+def _processors(request: GenerationFields, prompt: Sequence[int], grammar: GrammarProcessor | None) -> dict[str, Any]:
     """Make the processors that change the scores of one answer."""
     made: list[LogitsProcessor] = []
     presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
     if presence or frequency:
         made.append(OccurrencePenalty(len(prompt), presence, frequency))
     if grammar is not None:
-        made.append(grammar.processor())
+        made.append(grammar.fresh())
     return {"logits_processor": made} if made else {}
 
 

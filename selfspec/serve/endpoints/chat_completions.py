@@ -17,7 +17,7 @@ from selfspec.serve.api_error import ApiError, api_error
 from selfspec.serve.chat.call_formats import CallFormat, ResponseFormat
 from selfspec.serve.chat.call_reader import CallDelta, ToolCall
 from selfspec.serve.chat.template import ChatTemplate
-from selfspec.serve.choice import Choice, Counts, Piece, ScoredToken
+from selfspec.serve.choice import Choice, Counts, Piece
 from selfspec.serve.endpoints.answering import (
     Body,
     ChoicesForm,
@@ -28,6 +28,7 @@ from selfspec.serve.endpoints.answering import (
     head_of,
     note_prompts,
 )
+from selfspec.serve.events import TokenLogprobs
 from selfspec.serve.grammar import CallGrammar
 from selfspec.serve.schemas import (
     ChatCompletionRequest,
@@ -44,7 +45,7 @@ async def chat(served: Served, http: Request, request: ChatCompletionRequest) ->
     work = await chat_work(served, http, request)
     head = head_of(served, http, "chatcmpl", "chat.completion.chunk" if request.stream else "chat.completion")
 
-    def logprobs(scored: Sequence[ScoredToken]) -> Body | None:
+    def logprobs(scored: Sequence[TokenLogprobs]) -> Body | None:
         return None if work.logprobs is None else _logprobs(served.texts, scored)
 
     def chunk(index: int, new: Piece) -> Body:
@@ -138,7 +139,7 @@ def _prompt(served: Served, template: ChatTemplate, request: ChatCompletionReque
     if request.tools and request.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         served.check_text(json.dumps(tools, ensure_ascii=False), "tools")
-    variables, writer = dict(request.chat_template_kwargs or {}), template.writer(bool(tools))
+    variables, writer = dict(request.chat_template_kwargs or {}), template.writers[bool(tools)]
     if tools and not writer.reads_tools:
         said = "tools: the chat template tells the model of none; give one that does with --template FILE, or send none"
         raise ApiError(400, said, "tools")
@@ -200,17 +201,14 @@ def _chunk(index: int, delta: Body, logprobs: Body | None = None, reason: str | 
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken]) -> Body:
+def _logprobs(texts: TokenTexts, scored: Sequence[TokenLogprobs]) -> Body:
     """Write log-probabilities in the form that chats have."""
 
     def one(token: int, logprob: float) -> Body:
         return {"token": texts.text(token), "logprob": finite(logprob), "bytes": list(texts.raw(token))}
 
     content = [
-        {
-            **one(each.token, each.logprobs.logprob),
-            "top_logprobs": [one(token, value) for token, value in each.logprobs.top],
-        }
+        {**one(each.token, each.logprob), "top_logprobs": [one(token, value) for token, value in each.top]}
         for each in scored
     ]
     return {"content": content, "refusal": None}
@@ -245,7 +243,7 @@ async def answer_as(served: Served, http: Request, asked: OtherChat) -> Response
 
 async def read_chat(served: Served, http: Request, asked: OtherChat) -> tuple[ChatCompletionRequest, Work]:
     """Read a chat of another API into what the engine has to do."""
-    reads = served.template.writer(False).variables if served.template else frozenset()
+    reads = served.template.writers[False].variables if served.template else frozenset()
     request = await served.read(lambda: validated(ChatCompletionRequest, asked.chat(reads)))
     return request, await chat_work(served, http, request)
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from starlette.requests import Request
 from starlette.responses import Response
 
-from selfspec.serve.choice import Choice, Piece, ScoredToken
+from selfspec.serve.choice import Choice, Piece
 from selfspec.serve.endpoints.answering import (
     Body,
     ChoicesForm,
@@ -19,6 +19,7 @@ from selfspec.serve.endpoints.answering import (
     head_of,
     note_prompts,
 )
+from selfspec.serve.events import TokenLogprobs
 from selfspec.serve.schemas import CompletionRequest
 from selfspec.serve.served import Served, TokenTexts
 
@@ -69,20 +70,20 @@ def _prompt_ids(served: Served, given: list[str | list[int]]) -> list[tuple[int,
     ]
 
 
-def _logprobs(texts: TokenTexts, scored: Sequence[ScoredToken], before: int) -> Body:
+def _logprobs(texts: TokenTexts, scored: Sequence[TokenLogprobs], before: int) -> Body:
     """Write log-probabilities of tokens in the form of completions; `before` characters precede them."""
     tokens = [texts.text(each.token) for each in scored]
     return {
         "text_offset": [*accumulate(map(len, tokens), initial=before)][:-1],
-        "token_logprobs": [finite(each.logprobs.logprob) for each in scored],
+        "token_logprobs": [finite(each.logprob) for each in scored],
         "tokens": tokens,
         "top_logprobs": [_top(texts, each) for each in scored],
     }
 
 
-def _top(texts: TokenTexts, scored: ScoredToken) -> dict[str, float]:
+def _top(texts: TokenTexts, scored: TokenLogprobs) -> dict[str, float]:
     """Map the likeliest tokens, and the chosen one, by their text. Of equal texts the likeliest is kept."""
     top: dict[str, float] = {}
-    for token, value in (*scored.logprobs.top, (scored.token, scored.logprobs.logprob)):
+    for token, value in (*scored.top, (scored.token, scored.logprob)):
         top.setdefault(texts.text(token), finite(value))
     return top

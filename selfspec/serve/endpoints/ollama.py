@@ -240,7 +240,7 @@ def _about(served: Served) -> Body:
 async def show(served: Served, _: Request, asked: ShowRequest) -> Body:
     """Describe the model."""
     served.check(asked.model or asked.name)
-    about, writer = _about(served), None if served.template is None else served.template.writer(False)
+    about, writer = _about(served), None if served.template is None else served.template.writers[False]
     family, count = about["details"]["family"], served.engine.spec.model.num_parameters()
     sizes = {"general.parameter_count": count, f"{family}.context_length": served.engine.longest}
     can = {"completion": True, "tools": writer is not None, "thinking": writer is not None and writer.thinks}
