@@ -64,4 +64,4 @@ def doctor() -> Diagnosis:
         from selfspec.tools.doctor import findings, read_machine, read_packages
 
         machine, packages = read_machine(watch.read()), read_packages()
-    return Diagnosis(machine, packages, findings(machine, packages), commit())
+    return Diagnosis(machine, packages, [*findings(machine, packages)], commit())

@@ -132,19 +132,12 @@ def _version(name: str) -> str | None:
 _TRIED = ("cuda",)
 
 
-def findings(machine: MachineReport, packages: Packages) -> list[str]:
-    """Return everything that is worth a change, the most useful first."""
-    return [*_kernels(machine), *_threads(machine), *_gpu(machine), *_system(), *_packages(packages)]
-
-
-def _kernels(machine: MachineReport) -> Iterator[str]:
+def findings(machine: MachineReport, packages: Packages) -> Iterator[str]:
+    """Yield everything that is worth a change, the most useful first."""
     if machine.kernels_absence is not None:
         where = " on the CPU" if machine.gpus else ""
         why = machine.kernels_absence
         yield f"passes{where} are slower than with selfspec's CPU kernels, which do not run here: {why}"
-
-
-def _threads(machine: MachineReport) -> Iterator[str]:
     cores, threads = machine.cores, machine.threads
     fitting = cores.threads(cores.cores)
     if fitting < threads:
@@ -157,15 +150,6 @@ def _threads(machine: MachineReport) -> Iterator[str]:
             f"OMP_NUM_THREADS={machine.omp_num_threads} holds torch to {threads} of {cores.cores} cores: unset it, or "
             f"give --threads {fitting}"
         )
-
-
-def _system() -> Iterator[str]:
-    lack = lack_of_direct_reads()
-    if lack is not None:
-        yield lack
-
-
-def _gpu(machine: MachineReport) -> Iterator[str]:
     if machine.accelerator is not None and not has_doubles(torch.device(machine.accelerator)):
         yield (
             f"{machine.accelerator} has no float64, in which drafts are drawn and judged, and is refused: models run "
@@ -178,9 +162,8 @@ def _gpu(machine: MachineReport) -> Iterator[str]:
         )
     if machine.gpu_without_cuda:
         yield "there is an NVIDIA GPU, but this torch was built for CPUs alone: install a build of torch with CUDA"
-
-
-def _packages(packages: Packages) -> Iterator[str]:
+    if (lack := lack_of_direct_reads()) is not None:
+        yield lack
     for name, newest in packages.newer.items():
         found = packages.versions[name]
         yield f"{name} {found} is newer than what selfspec is tested with ({newest}): run selfspec verify"

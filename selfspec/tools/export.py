@@ -23,7 +23,7 @@ from selfspec.measure.teacher_forced import draft_step_logits
 from selfspec.model.checkpoint import without_progress_bar
 from selfspec.model.decodable import check_saved_whole
 from selfspec.model.identity import fingerprint, weight_of
-from selfspec.model.layer_path import LayerPath, Part, Sublayer
+from selfspec.model.layer_path import Part, Sublayer
 from selfspec.model.registry import find_adapter
 from selfspec.model.tensor_parallel import check_on_one_process, whole
 from selfspec.version import __version__
@@ -187,7 +187,8 @@ def cut_config(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCon
     """Return the config of a model of the layers with these numbers, each as long as its lists of layers say."""
     text = config.get_text_config(decoder=True)
     whole = config.to_dict()
-    inner = whole if text is config else whole[_name_of(config, text)]
+    # The configuration of the text may be a part of a whole one.
+    inner = next((whole[name] for name in config.sub_configs if getattr(config, name) is text), whole)
     depth, names = text.num_hidden_layers, getattr(text, "attribute_map", {})
     for name, value in inner.items():
         if isinstance(value, list | tuple) and len(value) == depth and name not in _NO_LAYERS:
@@ -199,11 +200,6 @@ def cut_config(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedCon
     found: PreTrainedConfig = type(config).from_dict(whole)
     found._attn_implementation = config._attn_implementation
     return found
-
-
-def _name_of(config: PreTrainedConfig, text: PreTrainedConfig) -> str:
-    names: list[str] = [name for name in config.sub_configs if getattr(config, name) is text]
-    return names[0]
 
 
 def _cut_state(model: nn.Module, prefix: str, layers: Sequence[int]) -> dict[str, Tensor]:
@@ -229,19 +225,15 @@ def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter)
         path = drafter.path(depth)
         drafter.check_model(model, adapter)
         if path.format is None and drafter.runs_exact_layers(depth) and drafter.head is None:
-            return _whole_layers(path, draft_name(drafter))
+            runs = {layer: [path.runs(Sublayer(layer, part)) for part in Part] for layer in range(depth)}
+            halves = [str(layer) for layer, parts in runs.items() if any(parts) and not all(parts)]
+            if halves:
+                raise DraftConfigError(
+                    f"{draft_name(drafter)} leaves out a part of layers {', '.join(halves)}; other engines run whole "
+                    "layers: skip these whole (skip:layers=...), or leave early (exit:E)"
+                )
+            return tuple(layer for layer, parts in runs.items() if all(parts))
     raise DraftConfigError(
         f"{draft_name(drafter)} is not layers of the model as they are, which is all that a checkpoint holds; export "
         "exit:E or skip:layers=..., and let the other engine look up or quantize by itself (docs/other_engines.md)"
     )
-
-
-def _whole_layers(path: LayerPath, name: str) -> tuple[int, ...]:
-    runs = {layer: [path.runs(Sublayer(layer, part)) for part in Part] for layer in range(path.depth)}
-    halves = [layer for layer, parts in runs.items() if any(parts) and not all(parts)]
-    if halves:
-        raise DraftConfigError(
-            f"{name} leaves out a part of layers {', '.join(map(str, halves))}; other engines run whole layers: skip "
-            "these whole (skip:layers=...), or leave early (exit:E)"
-        )
-    return tuple(layer for layer, parts in runs.items() if all(parts))

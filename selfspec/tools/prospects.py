@@ -101,7 +101,8 @@ def prospects(
     model, device = surveyed.skeleton.model, surveyed.source.device
     encodes = has_encoder(model)
     where = local_folder(place)
-    in_folder, packs = has_packed_weights(place), _packs(where, model.config)
+    in_folder = has_packed_weights(place)
+    packs = where is not None and not in_folder and has_bfloat16_precision(where, model.config)
     if format is not None and not in_folder and not packs:
         raise UnsupportedModelError(
             f"weights={format.name!r}: {name} has weights with more bits than bfloat16, or no weights here; leave "
@@ -133,6 +134,9 @@ def prospects(
         packed = summary.total.bytes
     elif packs and device.type == "cpu":
         packed = packed_bytes(model.config, exact_format("planes"))
+    unread = None
+    if by_library and where is not None:
+        unread = why_not_read(where, model.config) or f"quantised weights on {device.type}"
     words = quote(name) + ("" if format is None or in_folder else f" --weights {format.name}")
     return CheckpointProspects(
         device=str(device),
@@ -146,16 +150,8 @@ def prospects(
         commands=tuple(_commands(words, encodes, budget, profile is not None or not fits)),
         packed=packed,
         weights=None if format is None else format.name,
-        unread=_unread(where, model.config, device.type) if by_library and where is not None else None,
+        unread=unread,
     )
-
-
-def _unread(folder: Path, config: PreTrainedConfig, device: str) -> str:
-    return why_not_read(folder, config) or f"quantised weights on {device}"
-
-
-def _packs(folder: Path | None, config: PreTrainedConfig) -> bool:
-    return folder is not None and not has_packed_weights(str(folder)) and has_bfloat16_precision(folder, config)
 
 
 def packed_bytes(config: PreTrainedConfig, format: Format) -> int:

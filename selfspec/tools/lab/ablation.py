@@ -67,9 +67,8 @@ class Finding:
 def work_on(study: Study, load: Callable[[str], StudiedModel], runs: Runs, watch: Watch | None = None) -> Finding:
     """Run a study, one model after the other; the same call continues what was begun in `runs`.
 
-    Raises:
-        StudyError: a draft does not fit a model, or two models are the same.
-        StorageError: nothing can be written; what was finished is kept.
+    A StudyError: a draft does not fit a model, or two models are the same; a StorageError: nothing can be written, and
+    what was finished is kept.
     """
     names: dict[str, str] = {}
     found: list[Row] = []

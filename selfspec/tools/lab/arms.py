@@ -209,14 +209,6 @@ class ArmSpec:
         return self.kind in ("plain", "draft")
 
 
-@dataclass(frozen=True, order=True)
-class DraftShape:
-    """Counts the tokens drafted for each row, 0 in a plain round, and the draft steps, 0 in a look-up, of a round."""
-
-    drafted: int
-    steps: int
-
-
 @dataclass(frozen=True)
 class Call:
     """One call and its times, in seconds; `rows` are the new tokens of each row.
@@ -226,7 +218,8 @@ class Call:
         first_seconds: until the first tokens were there: prefill, and the step or round after it.
         first_tokens: new tokens of all rows by then.
         passes: target passes, prefill not counted; of speculative arms that is rounds.
-        rounds: of selfspec's arms, the number of rounds of each shape.
+        rounds: of selfspec's arms, the number of rounds of each shape: the tokens drafted for each row, 0 in a plain
+            round, and the draft steps, 0 in a look-up.
         seed: of its draws.
     """
 
@@ -236,7 +229,7 @@ class Call:
     first_tokens: int
     passes: int
     stats: Stats | None = None
-    rounds: Counter[DraftShape] = field(default_factory=Counter)
+    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
     seed: int = 0
 
     @property
@@ -319,7 +312,7 @@ class OwnArm:
         new = output.sequences[:, prompts.ids.shape[1] :].tolist()
         rows = [row[:length] for row, length in zip(new, output.lengths, strict=True)]
         first_tokens = sum(len(row.tokens) for row in rounds[0].rows)
-        shapes = Counter(DraftShape(max(len(row.draft) for row in each.rows), each.steps) for each in rounds)
+        shapes = Counter((max(len(row.draft) for row in each.rows), each.steps) for each in rounds)
         return Call(rows, seconds, first_seconds, first_tokens, len(rounds), generation.stats, shapes, seed)
 
 

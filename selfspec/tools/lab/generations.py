@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec.api import wrap
+from selfspec.decode.text_stream import shared_length
 from selfspec.draft import Drafter, PromptLookup
 from selfspec.draft.registry import PLAIN, draft_name
 from selfspec.measure.costs import measure_costs
@@ -189,7 +190,7 @@ def call_columns(call: Call) -> Row:
     # Rows of `model.generate` are one pass a token each.
     found["rounds"] = call.passes if len(call.rows) == 1 else call.tokens
     if stats is not None:
-        shapes = [[shape.drafted, shape.steps, number] for shape, number in sorted(call.rounds.items())]
+        shapes = [[*shape, number] for shape, number in sorted(call.rounds.items())]
         found |= {
             "rounds": stats.row_rounds,
             "judged": stats.judged_per_depth,
@@ -256,8 +257,6 @@ def nats_of(
 # Not one of those that are timed.
 _WARM_UP_SEED = 2**31
 
-_Item = TypeVar("_Item")
-
 ENDLESS = 10**6
 """Repeats, where time ends them."""
 
@@ -309,7 +308,8 @@ def measure(
         started, (repeat, number) = clock(), divmod(turn, len(prompts))
         if turn and started + longest > until:
             break
-        for result in beginning_with(running, repeat + number):
+        first = (repeat + number) % max(len(running), 1)
+        for result in [*running[first:], *running[:first]]:
             tick(1)
             if number == 0:
                 result.calls.append([])
@@ -345,12 +345,6 @@ def _pairs(reference: ArmRun, result: ArmRun, prompts: Sequence[Prompts]) -> lis
     ]
 
 
-def beginning_with(items: Sequence[_Item], turn: int) -> list[_Item]:
-    """Return all items in their order, of which another one is the first in every turn."""
-    start = turn % len(items) if items else 0
-    return [*items[start:], *items[:start]]
-
-
 _HALF = (torch.float16, torch.bfloat16)
 # Widths of the passes whose rounding is measured: no arm's blocks are much wider.
 _BLOCK = 10
@@ -369,24 +363,18 @@ def differ(model: PreTrainedModel, pairs: Iterable[Pair]) -> bool:
 
     It excuses tokens of half precision that are nearly tied where texts part; in float32 and float64 nothing.
     """
-    parted = {pair: _parting(pair) for pair in pairs if pair.expected != pair.found}
+    parted = {pair: shared_length(pair.expected, pair.found) for pair in pairs if pair.expected != pair.found}
     # Where texts part one may end sooner; one that only stops early is not the other up to rounding.
-    if not parted or None in parted.values() or model.dtype not in _HALF:
+    early = any(place == min(len(pair.expected), len(pair.found)) for pair, place in parted.items())
+    if not parted or early or model.dtype not in _HALF:
         return bool(parted)
     bound, gaps = Bound(widths_of(_BLOCK)), []
     stock = bare(model)
     stock.generation_config.eos_token_id = None
     for pair, place in parted.items():
-        assert place is not None
         prompt = torch.tensor([pair.prompt], device=model.device)
         bound.measure(model, read_reference(stock, prompt, len(pair.expected)))
         # How far the two tokens where the texts part are from a tie, by the model's own one-token passes.
         logits = stepwise_logits(model, prompt, pair.expected[: place + 1])[-1]
         gaps.append(tie_gap(logits, pair.expected[place], pair.found[place]))
     return max(gaps) > bound.near_tie
-
-
-def _parting(pair: Pair) -> int | None:
-    """Return the place of the first token that differs; None: one text is the beginning of the other."""
-    both = enumerate(zip(pair.expected, pair.found, strict=False))
-    return next((index for index, (one, other) in both if one != other), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ from selfspec.tools.lab.drafts import Given, called
 from selfspec.tools.lab.generations import Generations, Part, latest
 from selfspec.tools.lab.report import provenances, require_packages, write_report
 from selfspec.tools.lab.runs import Row, Runs, model_name
-from selfspec.tools.lab.study import Pricing, StudiedModel, Study
+from selfspec.tools.lab.study import Pricing, StudiedModel, Study, listed
 from selfspec.tools.lab.table import doubts, summarise
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def ablate(
     require_packages()
     models = _named_models(model)
     place = None if to is None else checked_path("to", to, StudyError)
-    listed = _listed(drafts)
-    given = Given.of(listed, [accept])
+    every = listed(drafts)
+    given = Given.of(every, [accept])
     try:
         workloads = {
             name: {each: read_given(own, some, tokenizer) for each, some in _named_workloads(prompts).items()}
@@ -91,7 +91,7 @@ def ablate(
         raise StudyError(f"prompts cannot be used: {error}") from error
     declared = {
         "models": list(models),
-        "drafts": [called(each) if isinstance(each, Drafter) else each for each in listed],
+        "drafts": [called(each) if isinstance(each, Drafter) else each for each in every],
         "workloads": list(_named_workloads(prompts)),
         "texts": max((len(ids) for ids in next(iter(workloads.values())).values()), default=1),
         "draft_lengths": draft_lengths,
@@ -160,12 +160,12 @@ def bench(
     """
     require_packages()
     place = None if to is None else checked_path("to", to, BenchError)
-    listed = _listed(drafts)
-    given, runs, rows = Given.of(listed, accept), Runs(place), []
+    every = listed(drafts)
+    given, runs, rows = Given.of(every, accept), Runs(place), []
     for name, each in _named_models(model).items():
         own = ArmSpec("plain", runtime=usual_runtime_name(each.device))
         specs = [ArmSpec("generate"), own] if timed else []
-        for draft in map(called, listed):
+        for draft in map(called, every):
             for rule in map(called, accept or ("",)):
                 kept = given.lossless(rule or None)
                 like = replace(own, kind="draft", draft=draft, length=draft_length, nodes=nodes)
@@ -207,10 +207,6 @@ def _named_models(model: PreTrainedModel | Mapping[str, PreTrainedModel]) -> dic
         check_module(each)
         check_causal(each)
     return dict(model)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _named_workloads(prompts: _Prompts | Mapping[str, _Prompts]) -> dict[str, _Prompts]:

@@ -211,6 +211,8 @@ def _ends(table: DataFrame, name: str) -> Any:
 def _points(
     axes: Axes, table: DataFrame, x: str, y: str, by: str | None, looks: Mapping[Any, Mapping[str, Any]]
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     named, both = _is_named(table, y), f"{x}_low" in table
     lines = list(dict.fromkeys(table[y])) if named else []
     for key in looks or [None]:
@@ -240,16 +242,10 @@ def _points(
         axes.tick_params(axis="y", length=0)
     else:
         axes.set_ylabel(_words(y))
-        _whole_ticks(axes, table, x)
+        if (table[x] % 1 == 0).all():
+            axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set_xlabel(_words(x))
     axes.grid(axis="x" if named else "both")
-
-
-def _whole_ticks(axes: Axes, table: DataFrame, x: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    if (table[x] % 1 == 0).all():
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
 
 
 def _baseline(axes: Axes, x: str, y: str) -> None:

@@ -151,23 +151,23 @@ def prices_by_weights(model: PreTrainedModel, adapter: Adapter) -> Prices:
 
 def prices_by_measurement(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int) -> Prices:
     """Price an attention and an MLP by least squares over timed drafts, by name, with different numbers of both."""
-    value, low, high = (_fitted(measured, drafters, depth, end) for end in ("value", "low", "high"))
-    return Prices(value, low, high, measured.of(PLAIN))
-
-
-def _fitted(measured: MeasuredCosts, drafters: Mapping[str, LayerPathDrafter], depth: int, end: str) -> SublayerPrices:
     from scipy.optimize import nnls
 
     # A plain step is the path that runs everything; it is timed as a whole round.
-    rows, costs = [[1.0, depth, depth]], [1.0]
+    rows, timed = [[1.0, depth, depth]], []
     for name, drafter in drafters.items():
         if drafter.head is None:
             path = drafter.path(depth)
             rows.append([1.0, *(sum(path.runs(Sublayer(layer, part)) for layer in range(depth)) for part in Part)])
-            costs.append(float(getattr(measured.draft[name], end)))
-    # Negative prices would only be noise.
-    fixed, attention, mlp = map(float, nnls(np.array(rows), np.array(costs))[0])
-    return SublayerPrices(fixed, [attention] * depth, [mlp] * depth)
+            timed.append(measured.draft[name])
+    fitted = []
+    for end in ("value", "low", "high"):
+        # Negative prices would only be noise.
+        costs = [1.0, *(getattr(each, end) for each in timed)]
+        fixed, attention, mlp = map(float, nnls(np.array(rows), np.array(costs))[0])
+        fitted.append(SublayerPrices(fixed, [attention] * depth, [mlp] * depth))
+    value, low, high = fitted
+    return Prices(value, low, high, measured.of(PLAIN))
 
 
 def timed_paths(depth: int) -> dict[str, LayerPathDrafter]:

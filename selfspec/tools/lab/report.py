@@ -64,7 +64,9 @@ def write_report(heading: str, rows: Sequence[Row], about: Mapping[str, Any], fo
         for each in provenances(rows)
     ]
     if about:
-        parts.append(markdown_table(["declared", ""], [[name, _listed(value)] for name, value in about.items()]))
+        listed = {name: value if isinstance(value, tuple | list) else [value] for name, value in about.items()}
+        said = [[name, ", ".join(map(str, each))] for name, each in listed.items()]
+        parts.append(markdown_table(["declared", ""], said))
     found = doubts(table)
     if found:
         parts.append("\n".join(f"- {escaped(each)}" for each in found))
@@ -116,10 +118,6 @@ def page_of(rows: Sequence[Row]) -> list[str]:
     lines = [[shown(row, name) for name in columns] for row in rows[:_MOST]]
     rest = [f"The first {_MOST} of {len(rows)} lines; table.csv has the rest."] if len(rows) > _MOST else []
     return [markdown_table([name.replace("_", " ") for name in columns], lines), *rest]
-
-
-def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

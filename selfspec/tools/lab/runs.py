@@ -66,9 +66,7 @@ class Run:
 class Runs:
     """The rows of a folder, by run: the latest of each. Without a folder, they are kept nowhere.
 
-    Raises:
-        BenchError: its file holds something else, or the folder is another's.
-        StorageError: it cannot be written to.
+    A BenchError: its file holds something else, or the folder is another's; a StorageError: it cannot be written to.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -196,17 +194,17 @@ def origin(model: PreTrainedModel) -> Row:
         weights = fingerprint(model, torch.float32)
     except ValueError as reason:
         raise BenchError(f"figures belong to weights, and {reason}: load the model whole") from reason
+
+    def without_names(config: Row) -> Row:
+        return {name: value for name, value in config.items() if name not in _UNSAID}
+
     setting = [
         weights,
         str(model.dtype),
-        json.loads(model.config.to_json_string(use_diff=False), object_hook=_without_names),
+        json.loads(model.config.to_json_string(use_diff=False), object_hook=without_names),
         model.config._attn_implementation,
         sorted(end_tokens(model)),
         environment(model.device),
     ]
     digest = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:20]
     return {"weights": weights[:20], "setting": digest, "dtype": str(model.dtype).removeprefix("torch.")}
-
-
-def _without_names(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in _UNSAID}

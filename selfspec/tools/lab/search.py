@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,11 +188,8 @@ def save(best: Row, studied: StudiedModel, file: Path, about: Mapping[str, Any])
 
 def _each_size_in_turn(sets: Sequence[SkipSet]) -> list[SkipSet]:
     """Order sets, the best of their size first, as the best ones of each size, then the second best ones, and so on."""
-    by_size: dict[int, list[SkipSet]] = {}
-    for each in sets:
-        by_size.setdefault(len(each), []).append(each)
-    ranks = range(max(map(len, by_size.values()), default=0))
-    return [by_size[size][rank] for rank in ranks for size in sorted(by_size) if rank < len(by_size[size])]
+    by_size = [list(some) for _, some in groupby(sorted(sets, key=len), len)]
+    return [each for rank in zip_longest(*by_size) for each in rank if each is not None]
 
 
 # Layers whole, halved either way, or left out; what runs most comes first among equals.

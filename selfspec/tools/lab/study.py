@@ -36,7 +36,7 @@ Pricing = Literal["measured", "weights"]
 _LARGE = 2**63
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> tuple[Any, ...]:
     """Let one value stand for a list of one."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
@@ -50,7 +50,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _Item = TypeVar("_Item")
-_Several = Annotated[tuple[_Item, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
+_Several = Annotated[tuple[_Item, ...], BeforeValidator(listed), AfterValidator(_distinct)]
 _Count = Annotated[int, Field(ge=1, lt=_LARGE)]
 
 

@@ -132,10 +132,8 @@ def read_documents(file: Path) -> list[Document]:
     """Read the documents of a text file, in its order.
 
     A `.jsonl` file has one JSON object a line, with its text under `text` or a conversation under `messages`; any other
-    file is one document of plain text. With `.gz` behind the name it is unpacked first.
-
-    Raises:
-        CorpusError: the file cannot be read, is no UTF-8, is truncated, holds something else, or holds no text.
+    file is one document of plain text. With `.gz` behind the name it is unpacked first. A CorpusError: it cannot be
+    read, is no UTF-8, is truncated, holds something else, or holds no text.
     """
     try:
         content = _content(file)
@@ -305,7 +303,11 @@ def written_text(
     """
     written = Blocks.of(torch.empty(0, course.length, dtype=torch.long))
     if kept.exists():
-        written = _kept_text(kept, course.length)
+        remedy = "remove it to have the text written again"
+        found = read_described(kept, _ABOUT, _About, TrainingError, remedy)
+        if (length := found.about.length) != course.length:
+            raise TrainingError(f"{kept} has texts of {length} tokens, and not of {course.length}; {remedy}")
+        written = Blocks(found.tensors["ids"], found.tensors["learnt"].bool())
     # Beginnings of like length need little padding.
     order = sorted(range(len(begun)), key=lambda place: len(begun[place]))
     ends = torch.tensor(sorted(end_tokens(model)), dtype=torch.long)
@@ -331,14 +333,6 @@ def _learnt(row: Tensor, first: int, padded: int, ends: Tensor) -> Tensor:
     ended = torch.isin(row, ends) & (places >= first)
     behind = ended.cumsum(0) - ended.long() > 0
     return (places >= first) & (places < len(row) - (padded - first)) & ~behind
-
-
-def _kept_text(kept: Path, length: int) -> Blocks:
-    remedy = "remove it to have the text written again"
-    found = read_described(kept, _ABOUT, _About, TrainingError, remedy)
-    if found.about.length != length:
-        raise TrainingError(f"{kept} has texts of {found.about.length} tokens, and not of {length}; {remedy}")
-    return Blocks(found.tensors["ids"], found.tensors["learnt"].bool())
 
 
 def _lines(file: Path, text: str) -> Iterator[Document]:

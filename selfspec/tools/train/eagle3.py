@@ -141,7 +141,10 @@ class Eagle3Lesson(Lesson):
         self.held_out = text.held_out
         self._base = base.eval().requires_grad_(False)
         self._adapter = find_adapter(base)
-        self._points = usual_points(len(self._adapter.decoder_layers(base)))
+        depth = len(self._adapter.decoder_layers(base))
+        # Inputs of three layers that a head reads: those published, or others in a network of few layers.
+        few = (min(1, depth - 1), depth // 2, depth - 1)
+        self._points: tuple[Point, ...] = (2, depth // 2, depth - 3) if depth >= 6 else few
         self._recipe = recipe
         self._readout = Readout(base, self._adapter)
         # Texts come again in every epoch, and the target's states of them are as they were.
@@ -294,11 +297,6 @@ class Eagle3Lesson(Lesson):
                 },
             },
         }
-
-
-def usual_points(depth: int) -> tuple[Point, ...]:
-    """Return the inputs of three layers that a head reads: those published, or others in a network of few layers."""
-    return (2, depth // 2, depth - 3) if depth >= 6 else (min(1, depth - 1), depth // 2, depth - 1)
 
 
 def _layer_config(base: PreTrainedModel) -> LlamaConfig:

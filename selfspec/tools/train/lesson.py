@@ -99,29 +99,17 @@ class Acceptance:
         return self.overlap / self.positions
 
 
-class ExitMeter:
-    """Adds up agreement and alpha of exits, and predicts their speed-up from the weights that a draft step reads."""
-
-    def __init__(self, base: PreTrainedModel, adapter: Adapter, heads: Mapping[int, DraftHead | None]) -> None:
-        depth = len(adapter.decoder_layers(base))
-        self._costs = {
-            exit_layer: Costs(share_read(base, adapter, EarlyExit(exit_layer).path(depth), head))
-            for exit_layer, head in heads.items()
-        }
-        self._figures = {exit_layer: Acceptance() for exit_layer in heads}
-
-    def add(self, full: Tensor, exit_layer: int, draft: Tensor) -> None:
-        """Count logits of the full model and of an exit, `[positions, vocab]` both."""
-        self._figures[exit_layer].add(full, draft)
-
-    def named(self) -> dict[str, float]:
-        """Return the figures, by name and exit."""
-        named = {}
-        for exit_layer, counted in self._figures.items():
-            named[f"agreement_{exit_layer}"] = counted.agreement
-            named[f"alpha_{exit_layer}"] = counted.alpha
-            named[f"speedup_{exit_layer}"] = forecast(counted.alpha, self._costs[exit_layer]).speedup
-        return named
+def _of_exits(
+    base: PreTrainedModel, adapter: Adapter, counted: Mapping[int, Acceptance], heads: Mapping[int, DraftHead | None]
+) -> dict[str, float]:
+    """Return figures by name and exit; speed-ups are predicted from the weights that a draft step reads."""
+    named, depth = {}, len(adapter.decoder_layers(base))
+    for exit_layer, each in counted.items():
+        named[f"agreement_{exit_layer}"] = each.agreement
+        named[f"alpha_{exit_layer}"] = each.alpha
+        costs = Costs(share_read(base, adapter, EarlyExit(exit_layer).path(depth), heads[exit_layer]))
+        named[f"speedup_{exit_layer}"] = forecast(each.alpha, costs).speedup
+    return named
 
 
 _UNLEARNT = -100
@@ -158,7 +146,7 @@ class LayerSkipLesson(Lesson):
         return loss
 
     def evaluate(self) -> dict[str, float]:
-        meter = ExitMeter(self.model, self._adapter, dict.fromkeys(self._exits))
+        counted = {exit_layer: Acceptance() for exit_layer in self._exits}
         loss, count = 0.0, 0
         for batch in self.measured():
             learnt, tokens = batch.before_learnt, int(batch.learnt[:, 1:].sum())
@@ -166,8 +154,9 @@ class LayerSkipLesson(Lesson):
                 full = self.model(input_ids=batch.ids, use_cache=False).logits
             loss, count = loss + float(_against_text(full, batch)) * tokens, count + tokens
             for exit_layer in self._exits:
-                meter.add(full[learnt], exit_layer, self._readout.logits(states[exit_layer])[learnt])
-        return {"held_out_loss": loss / max(count, 1), **meter.named()}
+                counted[exit_layer].add(full[learnt], self._readout.logits(states[exit_layer])[learnt])
+        of_exits = _of_exits(self.model, self._adapter, counted, dict.fromkeys(self._exits))
+        return {"held_out_loss": loss / max(count, 1), **of_exits}
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
         self.model.to(dtype).save_pretrained(folder)
@@ -274,14 +263,14 @@ class ExitLesson(Lesson):
 
     def evaluate(self) -> dict[str, float]:
         heads = {layer: DraftHead(self.model.exits[str(layer)], self.model.tokens) for layer in self._exits}
-        meter = ExitMeter(self._base, self._adapter, heads)
+        counted = {layer: Acceptance() for layer in self._exits}
         for batch in self.measured():
             states, full = self._read(batch.ids)
             learnt = batch.before_learnt
             for layer, adapted in self.model(states).items():
                 draft = self.model.kept(self._readout.logits(adapted)[learnt])
-                meter.add(full[learnt], layer, heads[layer].spread(draft, full.shape[-1]))
-        return meter.named()
+                counted[layer].add(full[learnt], heads[layer].spread(draft, full.shape[-1]))
+        return _of_exits(self._base, self._adapter, counted, heads)
 
     def save(self, folder: Path, dtype: torch.dtype, figures: Mapping[str, float]) -> None:
         best = max(self._exits, key=lambda exit_layer: figures[f"speedup_{exit_layer}"])

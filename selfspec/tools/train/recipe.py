@@ -99,11 +99,7 @@ Exits = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class BesideRecipe:
-    """Settings of drafts for a base that stays as it is.
-
-    Raises:
-        TrainingError: a value is out of range.
-    """
+    """Settings of drafts for a base that stays as it is; a TrainingError: a value is out of range."""
 
     vocabulary: Annotated[int | None, Option(min=1, help="Draft only the N most frequent tokens of the text.")] = None
     own_texts: Annotated[int, Option(min=0, help="Learn from N texts that the model continues from beginnings.")] = 0

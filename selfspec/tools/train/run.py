@@ -62,17 +62,10 @@ def run(
 ) -> dict[str, Any]:
     """Train a draft: the model itself by the LayerSkip recipe, or heads for a base that stays as it is.
 
-    Args:
-        model: folder or hub name of the base.
-        texts: to learn from.
-        course: steps, rates and batches.
-        recipe: of exits or of a draft head.
-        to: the folder that becomes the result. The same call resumes an interrupted training there.
-        observe: called at every step, in the first process of a distributed training.
-        device: as in `torch.device`, or "auto".
-
-    Returns:
-        The report, also in `training.json`: figures on the held-out text before and after, and the log.
+    `model` is the folder or hub name of the base, `to` the folder that becomes the result: the same call resumes an
+    interrupted training there. `observe` is called at every step, in the first process of a distributed training. The
+    device is as in `torch.device`, or "auto". Returns the report, also in `training.json`: figures on the held-out text
+    before and after, and the log.
 
     Raises:
         CheckpointError, UnsupportedModelError: the base cannot be loaded.
@@ -184,11 +177,9 @@ def train(lesson: Lesson, course: Course, text: Blocks, folder: Path, device: st
     """Train, from the newest whole checkpoint in `folder` if there is one; return the log of losses and evaluations.
 
     An interrupted process resumes from its last checkpoint, and the weights become those of an uninterrupted run. The
-    device is "auto" for what accelerate chooses, or "cpu"; `observe` is called at every step.
-
-    Raises:
-        TrainingError: the loss or a weight became NaN or infinite, no checkpoint can be read, or there is no tracker.
-        StorageError: a checkpoint cannot be written; those before it are kept.
+    device is "auto" for what accelerate chooses, or "cpu"; `observe` is called at every step. A TrainingError: the
+    loss or a weight became NaN or infinite, no checkpoint can be read, or there is no tracker; a StorageError: a
+    checkpoint cannot be written, and those before it are kept.
     """
     try:
         trainer = _CourseTrainer(lesson, course, text, folder, device)

@@ -210,11 +210,6 @@ class VerifyReport:
         return tuple(_failures(self))
 
     @property
-    def keeps_bits(self) -> bool:
-        """True if with every draft all logits are plain decoding's to the bit."""
-        return all(draft.off_plain == 0 for draft in self.drafts)
-
-    @property
     def exactness(self) -> Exactness:
         """The verdict."""
         if self.failures:
@@ -260,7 +255,7 @@ class VerifyReport:
 
 
 def _bits(report: VerifyReport) -> str:
-    return ", every draft's logits plain decoding's to the bit" * report.keeps_bits
+    return ", every draft's logits plain decoding's to the bit" * all(each.off_plain == 0 for each in report.drafts)
 
 
 def _tokens(report: VerifyReport, check: Check) -> int:

@@ -61,15 +61,9 @@ def verify(
     distribution. Rounding of the model's logits is measured, and excuses only what it explains. Plain decoding in
     selfspec's loop is verified first.
 
-    The model is not changed. Of its generation defaults only the tokens that end a text count.
-
-    Args:
-        model: of a supported architecture, or of the adapter's.
-        prompts: token ids, each `[1, prompt]`, on the model's device.
-        drafts: what to verify; None: a spread chosen from the depth.
-        settings: how much, and how strictly; None: the defaults.
-        adapter: where the model keeps its layers, for an architecture selfspec does not know.
-        watch: shows progress.
+    The model, of a supported architecture or of the adapter's, is not changed. Of its generation defaults only the
+    tokens that end a text count. Prompts are token ids, each `[1, prompt]`, on the model's device. Without `drafts` a
+    spread is chosen from the depth.
 
     Raises:
         UnsupportedModelError, DraftConfigError, PromptError: before any forward pass.
