@@ -85,8 +85,7 @@ def _check_once(command: Any, words: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its status: 0, 1 for a run that failed, 2 for bad input, 130 when interrupted.
 
-    Args:
-        arguments: words after `selfspec`; None: those of the process.
+    `arguments` are the words after `selfspec`; None: those of the process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = asks_for_json(words)

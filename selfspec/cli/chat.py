@@ -202,8 +202,19 @@ class _Session:
             return
         self._prediction = None
         self._say(turn.close() + "\n")
-        self.turns.append(_figures(turn))
-        self._note(f"{self.turns[-1]}" + (f"; {failed}" if failed else ""))
+        stats = turn.stats
+        figures = Answer(
+            prompt_tokens=len(turn.prompt),
+            kept_tokens=turn.kept,
+            new_tokens=len(turn.tokens),
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            rounds=stats.rounds,
+            finished=turn.finished,
+            seconds=stats.seconds,
+        )
+        self.turns.append(figures)
+        self._note(f"{figures}" + (f"; {failed}" if failed else ""))
 
     def _obey(self, command: str, name: str) -> None:
         if command in ("/save", "/predict") and not name:
@@ -295,17 +306,3 @@ def _decoded(line: bytes) -> str | PromptError:
         return PromptError(
             f"a line of standard input is not UTF-8 text ({error}) and was passed over; convert it first"
         )
-
-
-def _figures(turn: ChatTurn) -> Answer:
-    stats = turn.stats
-    return Answer(
-        prompt_tokens=len(turn.prompt),
-        kept_tokens=turn.kept,
-        new_tokens=len(turn.tokens),
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        rounds=stats.rounds,
-        finished=turn.finished,
-        seconds=stats.seconds,
-    )

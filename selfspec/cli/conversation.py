@@ -54,8 +54,12 @@ class Conversation:
         self._system = system
         self._max_new_tokens = max_new_tokens
         self._options = dict(options)
-        self._context = _context(spec)
-        self._boundaries = boundaries(spec.config.get_text_config(decoder=True))
+        config = spec.config.get_text_config(decoder=True)
+        limit = None if spec.limits is None else spec.limits.context
+        sizes = [getattr(config, "max_position_embeddings", None), limit]
+        # The most tokens of a conversation and an answer.
+        self._context: int | None = min((size for size in sizes if size is not None), default=None)
+        self._boundaries = boundaries(config)
         self.reset()
 
     def reset(self) -> None:
@@ -68,10 +72,8 @@ class Conversation:
     def ask(self, text: str, seed: int | None = None, prediction: str | None = None) -> ChatTurn:
         """Begin the turn that answers a message: iterate over it for the text, then `close` it. One at a time.
 
-        The answer comes sooner where it is as the `prediction` says.
-
-        Raises:
-            PromptError: the template refuses the message, or the context has no room for an answer.
+        The answer comes sooner where it is as the `prediction` says. A PromptError: the template refuses the message,
+        or the context has no room for an answer.
         """
         question = {"role": "user", "content": text}
         prompt = self._template.prompt([*self.messages, question])
@@ -169,10 +171,3 @@ class ChatTurn(Iterator[str]):
         self.text += rest
         self._conversation._ended(self)
         return rest
-
-
-def _context(spec: SelfSpeculative) -> int | None:
-    """Return the most tokens of a conversation and an answer."""
-    sizes = [getattr(spec.config.get_text_config(decoder=True), "max_position_embeddings", None)]
-    sizes += [] if spec.limits is None else [spec.limits.context]
-    return min((size for size in sizes if size is not None), default=None)

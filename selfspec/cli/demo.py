@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from selfspec.measure.checkpoint import Checkpoint
-    from selfspec.tools.lab.arms import Call, Cell, OwnArm
+    from selfspec.tools.lab.arms import Cell, OwnArm
     from selfspec.tools.lab.generations import ArmRun
     from selfspec.tools.lab.runs import Row
 
@@ -152,7 +153,7 @@ def demo(
             limit = begun + share * (until - begun)
             found[cell] = measure(model, cell, arms, asked, ENDLESS, 0, tick, until=limit)
     pairs = [[_line(runs[place], cell, runs[0]) for cell, runs in found.items()] for place in range(len(arms))]
-    stock = _calls(found[greedy][0])
+    stock = [*chain(*found[greedy][0].calls)]
     differing = [each[0]["arm"] for each in pairs if each[0]["equal"] < 1]
     headed = pairs[2 + drafts.index(draft)]
     result = Demonstrated(
@@ -184,10 +185,6 @@ def demo(
     return result
 
 
-def _calls(run: ArmRun) -> list[Call]:
-    return [call for repeat in run.calls for call in repeat]
-
-
 def _line(run: ArmRun, cell: Cell, stock: ArmRun) -> Row:
     """Return an arm's figures by the names of the lab's columns; the demo has no pandas to make its table with.
 
@@ -196,7 +193,7 @@ def _line(run: ArmRun, cell: Cell, stock: ArmRun) -> Row:
     from selfspec.measure.estimate import Estimate
     from selfspec.tools.lab.table import spread
 
-    calls, firsts = _calls(run), _calls(stock)
+    calls, firsts = [*chain(*run.calls)], [*chain(*stock.calls)]
     pairs = [*zip(calls, firsts, strict=True)]
     ratios = [own.tokens * first.seconds / (own.seconds * first.tokens) for own, first in pairs]
     behind = [(each.tokens - each.first_tokens) / max(each.seconds - each.first_seconds, 1e-9) for each in calls]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from selfspec.cli.options import DraftingOptions, MemoryOptions, ModelOptions, Output, read_text
 from selfspec.cli.outcome import FailedRunError
-from selfspec.cli.terminal import by_depth, console, facts_table, require_colours, two_digits
+from selfspec.cli.terminal import console, facts_table
 from selfspec.decode.text_stream import TextStream, continuation
 from selfspec.errors import NonFiniteLogitsError, PromptError, UnsupportedModelError, UnsupportedOptionError
 
@@ -170,8 +171,11 @@ def generate(
     """
     text = _read_prompt(prompt, prompt_file)
     predicted = None if prediction is None else read_text(f"--prediction {prediction}", prediction.read_bytes)
-    if shown.show_drafts and shown.output == "text":
-        require_colours(sys.stdout)
+    if shown.show_drafts and shown.output == "text" and not console().is_terminal:
+        raise UnsupportedOptionError(
+            "--show-drafts marks tokens by colour, and standard output is no terminal; set FORCE_COLOR=1 to colour it "
+            "nevertheless, or use --output json, which then lists every round"
+        )
 
     import torch
 
@@ -270,7 +274,7 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
 
 
 def _show_rounds(
-    generation: Generation, display: PlainDisplay | DraftDisplay | None, rounds: list[RowRound]
+    generation: Generation, display: PlainDisplay | None, rounds: list[RowRound]
 ) -> KeyboardInterrupt | NonFiniteLogitsError | None:
     """Show each round as it comes and keep it in `rounds`; return what ended the run early, if anything."""
     ended_by = None
@@ -313,11 +317,11 @@ class PlainDisplay:
         self._out.flush()
 
 
-class DraftDisplay:
+class DraftDisplay(PlainDisplay):
     """Writes accepted draft tokens, the target's own tokens and rejected draft tokens, each in its own style."""
 
     def __init__(self, stream: TextStream, out: IO[str]) -> None:
-        self._stream = stream
+        super().__init__(stream, out)
         self._console = Console(file=out, highlight=False, markup=False, soft_wrap=True)
         legend = (
             ("accepted draft", _ACCEPTED),
@@ -339,17 +343,16 @@ class DraftDisplay:
         self._write(rejected.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"), _REJECTED)
         self._write(self._stream.push(committed.tokens[committed.accepted :]), _OWN)
 
-    def finish(self) -> None:
-        """Write the rest and a line break."""
-        self._write(self._stream.finish() + "\n", _OWN)
-
-    def _write(self, text: str, style: Style) -> None:
+    def _write(self, text: str, style: Style = _OWN) -> None:
         self._console.print(Text(text, style), end="")
         self._console.file.flush()
 
 
 def _print_stats(stats: Stats) -> None:
     from selfspec.kernels import native
+
+    def two_digits(value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.2f}"
 
     seconds = sum(stats.seconds.values())
     rate = f", {stats.new_tokens / seconds:.1f} tokens/s" if seconds else ""
@@ -361,7 +364,8 @@ def _print_stats(stats: Stats) -> None:
     if stats.drafted:
         judged = f"{stats.judged} judged, {stats.drafted} drafted"
         facts["acceptance rate"] = f"{two_digits(stats.acceptance_rate)} of {judged}"
-        facts["acceptance by depth"] = by_depth(stats.accepted_per_depth, stats.judged_per_depth)
+        depths = zip(stats.accepted_per_depth, stats.judged_per_depth, strict=True)
+        facts["acceptance by depth"] = " ".join(two_digits(a / j if j else math.nan) for a, j in depths) or "-"
     else:
         facts["drafted"] = "nothing"
     facts["seconds"] = ", ".join(f"{phase} {spent:.3f}" for phase, spent in stats.seconds.items())

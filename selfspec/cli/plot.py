@@ -62,12 +62,9 @@ def plot(
         name, given, value = each.partition("=")
         if not given or name not in found:
             raise StudyError(f"--only {each}: write COLUMN=VALUE; columns are {', '.join(sorted(found.columns))}")
-        found = found[[_shown(cell) == value for cell in found[name]]]
+        shown = (f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in found[name])
+        found = found[[each == value for each in shown]]
     draw(found, x, y, by, colour=colour, panel=panel, to=to, width=width, height=height, font=font)
     if output == "text":
         print(f"{to} has {len(found)} lines of {', '.join(map(str, tables))}")
     return Plotted(file=str(to), lines=len(found))
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from selfspec.errors import UnsupportedOptionError
 from selfspec.measure.watch import Watch
 
 if TYPE_CHECKING:
@@ -71,15 +69,6 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     for fact in facts.items():
         table.add_row(*fact)
     return table
-
-
-def require_colours(stream: IO[str]) -> None:
-    """Refuse a display that says nothing without colours and strokes."""
-    if not Console(file=stream).is_terminal:
-        raise UnsupportedOptionError(
-            "--show-drafts marks tokens by colour, and standard output is no terminal; set FORCE_COLOR=1 to colour it "
-            "nevertheless, or use --output json, which then lists every round"
-        )
 
 
 class ProgressBar(Watch):
@@ -152,14 +141,3 @@ def _lines(verb: str, progress: Progress) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def by_depth(accepted: Sequence[int], judged: Sequence[int]) -> str:
-    """The acceptance rate at each depth of the draft."""
-    rates = (two_digits(a / j if j else math.nan) for a, j in zip(accepted, judged, strict=True))
-    return " ".join(rates) or "-"
-
-
-def two_digits(value: float) -> str:
-    """A number with two digits behind the point; `-` for NaN."""
-    return "-" if math.isnan(value) else f"{value:.2f}"

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, grouped, prepare_process
+from selfspec.cli.ablate import prepare_quietly
+from selfspec.cli.options import MachineOptions, Model, Output, OutputFormat, grouped
 from selfspec.cli.terminal import console, figures_table, progress_bar
 from selfspec.measure.embedded import model_place
 from selfspec.tools.train.recipe import (
@@ -221,10 +222,8 @@ def _line(figures: Mapping[str, float]) -> str:
 
 def _prepare(threads: int | None) -> None:
     import torch
-    from transformers.utils import logging
 
-    prepare_process(threads)
-    logging.disable_progress_bar()
+    prepare_quietly(threads)
     # Subnormal numbers are many times slower than others on some processors.
     torch.set_flush_denormal(True)
 
