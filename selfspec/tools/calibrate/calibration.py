@@ -17,7 +17,7 @@ from selfspec.accept import Rule
 from selfspec.api import SelfSpeculative, wrap
 from selfspec.architecture import Adapter
 from selfspec.arguments import checked_path
-from selfspec.control import Control, CostAware
+from selfspec.control import CostAware
 from selfspec.control.costs import BatchCosts, Forecast
 from selfspec.control.profile import Chosen, Profile, Setting
 from selfspec.draft import Drafter
@@ -311,7 +311,8 @@ def confirm(
     arms = [OwnArm(ArmSpec("plain"), plain)]
     for each in candidates.values():
         spec = ArmSpec("draft", draft_name(each.draft), nodes=each.nodes, content=content(each.draft))
-        arms.append(OwnArm(spec, plain.drafting(each.draft, _control(each, costs, asked))))
+        control = CostAware(each.levels(asked.longest_draft), costs_of(each, costs), each.nodes)
+        arms.append(OwnArm(spec, plain.drafting(each.draft, control)))
     cell, kept = cell_of(prompts, temperature, asked), min(len(candidates), _KEPT)
     watch.begin(len(prompts) * ((_WARM_UPS + 1) * len(arms) + (asked.repeats - 1) * (1 + kept)))
     tick = partial(watch.step, f"confirming drafts, {cell.decoding}")
@@ -325,10 +326,6 @@ def confirm(
         run.calls += more.calls
     confirmed = [beside(runs[0], run, name) for name, run in zip(candidates, runs[1:], strict=True)]
     return Trial(cell, prompts, runs, sorted(confirmed, key=lambda each: each.speedup.value, reverse=True))
-
-
-def _control(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> Control:
-    return CostAware(candidate.levels(asked.longest_draft), costs_of(candidate, costs), candidate.nodes)
 
 
 def cell_of(prompts: Sequence[Prompts], temperature: float, asked: Measurements) -> Cell:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +167,8 @@ class LayerSkipLesson(Lesson):
 @contextmanager
 def layer_dropout(layers: Sequence[nn.Module], rates: Sequence[float]) -> Iterator[None]:
     """Let each sample skip each layer at its rate inside the `with` block, drawn from torch's default generator."""
-    with ExitStack() as hooks:
-        for layer, rate in zip(layers, rates, strict=True):
-            if rate > 0:
-                hooks.callback(layer.register_forward_hook(_dropping(rate), with_kwargs=True).remove)
-        yield
 
-
-def _dropping(rate: float) -> Any:
-    def drop(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def drop(rate: float, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entered: Tensor = args[0] if args else kwargs["hidden_states"]
         # Drawn on the CPU, so that the same seed drops the same on any device.
         keeps = (torch.rand(entered.shape[0], 1, 1) >= rate).to(entered.device)
@@ -182,7 +176,11 @@ def _dropping(rate: float) -> Any:
             return torch.where(keeps, output[0], entered), *output[1:]
         return torch.where(keeps, output, entered)
 
-    return drop
+    with ExitStack() as hooks:
+        for layer, rate in zip(layers, rates, strict=True):
+            if rate > 0:
+                hooks.callback(layer.register_forward_hook(partial(drop, rate), with_kwargs=True).remove)
+        yield
 
 
 def _against_text(logits: Tensor, batch: Blocks) -> Tensor:

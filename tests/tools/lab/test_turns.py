@@ -66,9 +66,9 @@ def test_shapes_of_rounds_are_what_stats_counted(greedy: list[Any]) -> None:
     for result in greedy[2:]:
         for call in result.calls[0]:
             assert sum(call.rounds.values()) == call.stats.rounds == call.passes
-            assert sum(shape.drafted * number for shape, number in call.rounds.items()) == call.stats.drafted
+            assert sum(drafted * number for (drafted, _), number in call.rounds.items()) == call.stats.drafted
     fixed = next(each for each in greedy if each.arm.spec.length == 3 and each.arm.spec.draft)
-    assert all(shape.steps == shape.drafted <= 3 for call in fixed.calls[0] for shape in call.rounds)
+    assert all(steps == drafted <= 3 for call in fixed.calls[0] for drafted, steps in call.rounds)
 
 
 @pytest.mark.tools
