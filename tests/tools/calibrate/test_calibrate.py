@@ -17,6 +17,7 @@ from helpers.studies import Guess, known
 from selfspec import Profile, wrap
 from selfspec.accept import TokenLevel
 from selfspec.control import CostAware, FixedLength
+from selfspec.control.costs import Costs
 from selfspec.decode.output import Stats
 from selfspec.draft import (
     Budget,
@@ -97,11 +98,11 @@ def test_drafts_that_cannot_be_considered_are_refused(drafts: list[Any]) -> None
 def test_a_module_in_the_checkpoint_is_tried_without_being_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def always(candidate: Candidate, costs: MeasuredCosts, asked: Measurements) -> FixedLength:
-        return FixedLength(candidate.levels(asked.longest_draft), nodes=candidate.nodes)
+    def always(levels: int, costs: Costs, nodes: int | None) -> FixedLength:
+        return FixedLength(levels, nodes=nodes)
 
     # Whether drafts of a tiny model pay is a matter of the machine's load.
-    monkeypatch.setattr(running, "_control", always)
+    monkeypatch.setattr(running, "CostAware", always)
     made = published_heads.mtp(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     profile = calibrate(made.model, [tiny.prompt(5)], [EarlyExit(3)], replace(SETTINGS, nodes=4))
     for kind in ("greedy", "sampled"):
