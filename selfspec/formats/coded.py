@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.formats.format import FormatOfFiles
-from selfspec.formats.groups import AT_ONCE, SCALES
 from selfspec.formats.packed import KernelLinear, Packed, fixed
 from selfspec.kernels import native
 
-# Numbers in `groups.h` of scales in bytes: exponents, or rounded themselves.
+AT_ONCE = 16
+"""Inputs that kernels read at once: they divide groups."""
+
+# Numbers in `groups.h` of the scales' dtypes, and of scales in bytes: exponents, or rounded themselves.
+_SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXPONENTS, _ROUNDED = 3, 4
 _NAMED = 16
 # How many scales of NF4 are rounded together.
@@ -32,13 +35,16 @@ class CodedLinear(KernelLinear):
 
     Attributes:
         kind: number of this kind of codes in `program.cpp`.
+        zeros: words of zeros, which codes are less of; None: there are none.
     """
 
-    kind: ClassVar[int]
+    kind: int
 
     def __init__(self, packed: Packed, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(packed, bias, dtype)
         self.codes, self.scales = fixed(packed["codes"]), fixed(packed["scales"])
+        zeros = packed.parts.get("zeros")
+        self.zeros = fixed(zeros) if zeros is not None and zeros.numel() else None
         # The table, and behind it what rounded scales stand for, what is added to them, and their factors.
         self.numbers = fixed(packed.parts.get("numbers", torch.empty(0, device=self.codes.device)))
         self.inputs = self.in_features // self.scales.shape[1]
@@ -47,10 +53,10 @@ class CodedLinear(KernelLinear):
 
     @property
     def operands(self) -> native.Operands:
-        scale = SCALES.get(self.scales.dtype, _ROUNDED if self.numbers.numel() > _NAMED else _EXPONENTS)
+        scale = _SCALES.get(self.scales.dtype, _ROUNDED if self.numbers.numel() > _NAMED else _EXPONENTS)
         setting = self.kind | scale << 8 | self.inputs << 16 | self.outputs << 40
         numbers = self.numbers if self.numbers.numel() else None
-        return native.Operands(self.codes, (self.scales, None, numbers), native.GROUPS, self.in_features, setting)
+        return native.Operands(self.codes, (self.scales, self.zeros, numbers), native.GROUPS, self.in_features, setting)
 
     def decoded(self, numbers: Tensor) -> Tensor:
         found: Tensor = self.named(self.codes[numbers]).unflatten(1, (-1, self.inputs))

@@ -458,35 +458,23 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
     return (scores.softmax(-1) @ values).transpose(1, 2).contiguous()
 
 
-def _multiplied(states: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return states.new_empty(*states.shape[:-1], weight.shape[0])
-
-
-def _read_out(ids: Tensor, *table: Any) -> Tensor:
-    *_, inputs, dtype = table
-    return ids.new_empty(*ids.shape, inputs, dtype=dtype)
-
-
-def _normed(states: Tensor, *_: object) -> Tensor:
-    return states.new_empty(states.shape)
-
-
-def _attended(queries: Tensor, _: Tensor, values: Tensor, *__: object) -> Tensor:
-    batch, heads, tokens, size = *queries.shape[:3], values.shape[-1]
-    return queries.new_empty(batch, tokens, heads, size)
-
-
 _PACKED = "Tensor weight, Tensor?[] parts, int format, int setting, int inputs"
+_SHAPES: dict[str, Callable[..., Tensor]] = {
+    "few_rows": lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    "rows_packed": lambda ids, *table: ids.new_empty(*ids.shape, table[-2], dtype=table[-1]),
+    "rms_norm": lambda x, *_: x.new_empty(x.shape),
+    "attend": lambda q, _, v, *__: q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]),
+}
 # What graphs hold: what each gives on the CPU, and its shape.
-for _name, _of, _kernel, _shape in (
-    ("few_rows", f"(Tensor x, {_PACKED}, Tensor? factors, Tensor? bias) -> Tensor", _multiply, _multiplied),
-    ("rows_packed", f"(Tensor ids, {_PACKED}, ScalarType dtype) -> Tensor", _read_rows, _read_out),
-    ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize, _normed),
-    ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend, _attended),
+for _name, _of, _kernel in (
+    ("few_rows", f"(Tensor x, {_PACKED}, Tensor? factors, Tensor? bias) -> Tensor", _multiply),
+    ("rows_packed", f"(Tensor ids, {_PACKED}, ScalarType dtype) -> Tensor", _read_rows),
+    ("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _normalize),
+    ("attend", "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, float cap) -> Tensor", _attend),
 ):
     torch.library.define(f"selfspec::{_name}", _of)
     torch.library.impl(f"selfspec::{_name}", "cpu", _kernel)
-    torch.library.register_fake(f"selfspec::{_name}", _shape)
+    torch.library.register_fake(f"selfspec::{_name}", _SHAPES[_name])
 
 
 @cache

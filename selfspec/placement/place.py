@@ -29,11 +29,12 @@ from selfspec.placement.stored import StoredRun, StoredWeight, bytes_in_memory, 
 from selfspec.placement.survey import StreamableModule, Survey, survey
 from selfspec.placement.weight_source import FromDisk, WeightSource
 from selfspec.placement.weight_stream import WeightStream, stream_module
+from selfspec.process import give_large_blocks_back
 
 
 def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     """Read the weights that stay in memory, and let the other layers stream theirs."""
-    surveyed.source.prepare()
+    give_large_blocks_back()
     made = surveyed.skeleton
     streamed = [
         (module, plan.stays(number))
@@ -43,8 +44,12 @@ def place(surveyed: Survey, plan: Plan) -> PreTrainedModel:
     ]
     away = {f"{module.name}.{weight}" for module, _ in streamed for weight in module.weights}
     here = {names[0] for names in names_by_weight(made.model).values() if not away.intersection(names)}
-    given = {name: partial(_given, surveyed, name) for name in here.intersection(made.deferred)}
-    fill(made.model, None, given, surveyed.files, surveyed.source.device)
+
+    def given(name: str) -> Tensor | StoredWeight:
+        return surveyed.packed.get(name) or made.deferred[name].values()
+
+    weights = {name: partial(given, name) for name in here.intersection(made.deferred)}
+    fill(made.model, None, weights, surveyed.files, surveyed.source.device)
     substitutes = Substitutes.of(made.model)
     stream = _stream(surveyed, streamed, plan, substitutes) if streamed else None
     depth = len(surveyed.layers) - 1
@@ -74,10 +79,6 @@ def default_draft(plan: Plan) -> Drafter | None:
     if plan.format is None:
         return WITHOUT_COPIES
     return Cascade(PromptLookup(), LowPrecision(format=formats()[plan.format]()))
-
-
-def _given(surveyed: Survey, name: str) -> Tensor | StoredWeight:
-    return surveyed.packed.get(name) or surveyed.skeleton.deferred[name].values()
 
 
 def _stream(

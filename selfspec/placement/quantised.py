@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig
 from selfspec.errors import CheckpointError
 from selfspec.formats.coded import Float8, MxFp4, NormalFloat4, NvFp4
 from selfspec.formats.format import Format
-from selfspec.formats.groups import Groups, unpacked
-from selfspec.formats.words import WordsOfAwq, WordsOfGptq
+from selfspec.formats.groups import Groups, WordsOfAwq, WordsOfGptq, unpacked
 from selfspec.model.checkpoint import weight_files
 from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
 
@@ -151,12 +150,10 @@ def _gptq(
     bits, less = about.get("bits"), int(version == "gptq")
     if bits not in (4, 8):
         raise UnknownQuantisationError(f"GPTQ in {bits} bits")
-    for layer in _by_output(rest):
-        name, parts = layer.name, layer.parts
-        words, groups = parts["qweight"].shape[0], parts["scales"].shape[0]
-        inputs = words * 32 // bits
-        size = inputs // groups
-        if layer.order is not None and not torch.equal(files.mapped(layer.order).long(), torch.arange(inputs) // size):
+    for name, parts in _by_output(rest):
+        inputs = parts["qweight"].shape[0] * 32 // bits
+        size, order = inputs // parts["scales"].shape[0], parts.pop("g_idx", None)
+        if order is not None and not torch.equal(files.mapped(order).long(), torch.arange(inputs) // size):
             raise UnknownQuantisationError(f"groups in the order of activations ({name}.g_idx)")
         # Libraries differ in what is 1 more than the largest.
         if less and bool((unpacked(files.mapped(parts["qzeros"]), bits) == (1 << bits) - 1).any()):
@@ -171,31 +168,23 @@ def _awq(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles
     version = str(about.get("version") or about.get("format") or "gemm").lower()
     if version != "gemm":
         raise UnknownQuantisationError(f"AWQ in {version}")
-    for layer in _by_output(rest):
-        name, parts = layer.name, layer.parts
+    for name, parts in _by_output(rest):
+        parts.pop("g_idx", None)
         inputs, (groups, outputs) = parts["qweight"].shape[0], parts["scales"].shape
         format = WordsOfAwq(4, inputs // groups, scale=_name(parts["scales"].dtype))
         shape = torch.Size((outputs, inputs))
         yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts, parts["scales"].dtype)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Names a quantised layer and locates its parts; `order`: the group of each input."""
-
-    name: str
-    parts: dict[str, StoredTensor]
-    order: StoredTensor | None
-
-
-def _by_output(rest: dict[str, StoredTensor]) -> Iterator[_Layer]:
-    """Take the layers whose outputs lie side by side out of the rest."""
+def _by_output(rest: dict[str, StoredTensor]) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+    """Take the layers whose outputs lie side by side out of the rest, by name: parts, and perhaps groups of inputs."""
     for name in [each.removesuffix(".qweight") for each in rest if each.endswith(".qweight")]:
-        parts = {part: rest.pop(f"{name}.{part}", None) for part in WordsOfGptq.parts}
-        found = {part: each for part, each in parts.items() if each is not None and len(each.shape) == 2}
-        if len(found) < len(parts):
-            raise CheckpointError(f"of {name} a part is missing ({', '.join(parts)}); copy the checkpoint again")
-        yield _Layer(name, found, rest.pop(f"{name}.g_idx", None))
+        named = (*WordsOfGptq.parts, "g_idx")
+        found = {part: each for part in named if (each := rest.pop(f"{name}.{part}", None)) is not None}
+        if any(part not in found or len(found[part].shape) != 2 for part in WordsOfGptq.parts):
+            missing = ", ".join(WordsOfGptq.parts)
+            raise CheckpointError(f"of {name} a part is missing ({missing}); copy the checkpoint again")
+        yield name, found
 
 
 def _fp8(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles) -> Iterator[tuple[str, StoredWeight]]:

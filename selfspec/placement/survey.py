@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from selfspec.cache.cursors import BUCKET, MOST_GRAPHS, WIDEST_ROUND
@@ -154,9 +153,20 @@ class Survey:
         loading = beside - cache if self.source.device.type == "cpu" else 0
         return Memory(
             process=self.process,
-            kept=sum(self._nbytes(*named) for named in self.skeleton.model.named_parameters()) - sum(sizes),
+            kept=sum(
+                self.packed[name].nbytes(dtype) if name in self.packed else weight.nbytes
+                for name, weight in self.skeleton.model.named_parameters()
+            )
+            - sum(sizes),
             layers=tuple(sizes),
-            largest=max(map(self._largest_run, weights), default=0),
+            largest=max(
+                (
+                    run.whole.numel * self.source.dtype_in_slots(run.whole.dtype, dtype).itemsize
+                    for weight in weights
+                    for run in weight.runs()
+                ),
+                default=0,
+            ),
             substitutes={
                 name: tuple(sum(module.substitutes[name] for module in layer) for layer in self.layers)
                 for name in copies()
@@ -184,13 +194,6 @@ class Survey:
             return weight.format.joined_bytes(weight.shape, dtype, source.device)
         is_copied = any(source.dtype_in_slots(part.dtype, dtype) != dtype for part in weight.parts.values())
         return weight.shape.numel() * max(4, dtype.itemsize) if is_copied else 0
-
-    def _largest_run(self, weight: StoredWeight) -> int:
-        fetched = [run.whole for run in weight.runs()]
-        return max(each.numel * self.source.dtype_in_slots(each.dtype, self.dtype).itemsize for each in fetched)
-
-    def _nbytes(self, name: str, weight: nn.Parameter) -> int:
-        return self.packed[name].nbytes(self.dtype) if name in self.packed else weight.nbytes
 
 
 def survey(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.placement.plan import SLOTS, Bandwidth, shown_bytes
 from selfspec.placement.stored import ReadBuffer, StoredTensor, WeightFiles, dtype_in_memory
 from selfspec.placement.weight_stream import DeviceCopies, HostMemory, Slot
-from selfspec.process import give_large_blocks_back, machine_bytes, resident_bytes
+from selfspec.process import machine_bytes, resident_bytes
 
 # Bytes of weights that are moved and multiplied to measure speed: a multiple of 4096.
 _PROBED = 1 << 27
@@ -31,9 +31,6 @@ class WeightSource(ABC):
     device: torch.device
     name: str
     caches: tuple[CacheKind, ...]
-
-    def prepare(self) -> None:  # noqa: B027 - a budget of a device needs nothing
-        """Prepare the process to keep to a budget, before a model is loaded."""
 
     def in_use(self) -> int:
         """Return the bytes within the budget that are in use before a model is loaded."""
@@ -65,9 +62,6 @@ class FromDisk(WeightSource):
     device = torch.device("cpu")
     name = "the machine, or the control group of the process,"
     caches = ("exact", "int8")
-
-    def prepare(self) -> None:
-        give_large_blocks_back()
 
     def in_use(self) -> int:
         return resident_bytes() or 0
@@ -127,26 +121,20 @@ class FromHost(WeightSource):
         weight = torch.zeros(_PROBED // 4096, 2048, dtype=torch.bfloat16, device=self.device)
         row = weight.new_zeros(2048)
 
-        def seconds(work: Any) -> float:
+        def seconds(work: Callable[[], object], waited: Callable[[], None] = copies.finish) -> float:
             copies.finish()
             begun = time.perf_counter()
             work()
-            copies.finish()
+            waited()
             return time.perf_counter() - begun
 
         copied = min(seconds(lambda: copies.copy(memory, host.bytes, [copies.computed()])) for _ in range(3))
         multiplied = min(seconds(lambda: torch.mv(weight, row)) for _ in range(3))
-        module = nn.Linear(64, 64, device=self.device, dtype=torch.bfloat16)
-        launched = min(self._launching(module, row[:64]) for _ in range(3))
+        module = nn.Linear(64, 64, device=self.device, dtype=torch.bfloat16).requires_grad_(False)
+        launches = [lambda: [module(row[:64]) for _ in range(_LAUNCHED)]] * 3
+        # Of these the host's time alone counts.
+        launched = min(seconds(each, waited=lambda: None) for each in launches) / _LAUNCHED
         return Bandwidth(_PROBED / multiplied, _PROBED / copied, launched)
-
-    @torch.no_grad()
-    def _launching(self, module: nn.Module, given: Tensor) -> float:
-        """Return the seconds in which the host launches a module, without waiting for it."""
-        begun = time.perf_counter()
-        for _ in range(_LAUNCHED):
-            module(given)
-        return (time.perf_counter() - begun) / _LAUNCHED
 
     def check_streamed(self, size: int) -> None:
         there = machine_bytes()
@@ -205,9 +193,6 @@ class _DiskSlot(Slot):
         assert self._read is not None
         read = self._read.result()
         return read.to(dtype_in_memory(read.dtype, self._dtype))
-
-    def used(self) -> None:
-        """Do nothing: on the CPU all uses have been computed by now."""
 
 
 # Copies begin at multiples of this.

@@ -125,8 +125,7 @@ class Slot(ABC):
     def arrived(self) -> Tensor:
         """Return the weight, ready for later computations."""
 
-    @abstractmethod
-    def used(self) -> None:
+    def used(self) -> None:  # noqa: B027 - on the CPU all uses have been computed by then
         """Note that all uses of the weight so far have been requested; they may still be computing."""
 
 

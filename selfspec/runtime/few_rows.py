@@ -38,9 +38,6 @@ from selfspec.model.substitutes import experts_over_packed
 from selfspec.model.view import is_streamed, runs_as_written, same_code, view_of, view_running, view_with
 from selfspec.runtime.noting import is_noted
 
-Pays = Callable[[int, int], bool]
-"""Return whether the weight on the left is faster, by the width of a layer's input and the number of rows."""
-
 Product = Callable[[nn.Linear, Tensor], Tensor]
 """Apply a layer to states, `[..., in]`; returns `[..., out]`."""
 
@@ -49,18 +46,16 @@ _DTYPES = (torch.float32, torch.float64)
 
 def for_few_rows(module: nn.Module) -> nn.Module:
     """Make a view of a model, or a part of one, that computes few rows fast; itself if there is nothing to gain."""
+    return view_of(module, _in_few_rows)
+
+
+def _pays(width: int, rows: int) -> bool:
+    """Return whether the weight on the left is faster, by the width of a layer's input and the number of rows."""
     # Choose by processor, not by timing: the product decides the last bits, and a seed must give the same tokens.
-    return view_of(module, partial(_in_few_rows, _pays_with_avx512 if has_avx512() else _pays_without_avx512))
-
-
-def _pays_without_avx512(_: int, rows: int) -> bool:
-    return 2 <= rows <= (8 if torch.get_num_threads() > 1 else 4)
-
-
-def _pays_with_avx512(width: int, rows: int) -> bool:
-    if width >= 512:
-        return 8 <= rows <= 48
-    return 16 <= rows <= 48 and torch.get_num_threads() > 1
+    several = torch.get_num_threads() > 1
+    if not has_avx512():
+        return 2 <= rows <= (8 if several else 4)
+    return 8 <= rows <= 48 if width >= 512 else 16 <= rows <= 48 and several
 
 
 def has_avx512() -> bool:
@@ -68,9 +63,9 @@ def has_avx512() -> bool:
     return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
-def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
+def _in_few_rows(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | None:
     if type(module) is nn.Linear and is_streamed(module):
-        return view_running(module, partial(_lent, pays, module))
+        return view_running(module, partial(_lent, module))
     if type(module) in (nn.Linear, Conv1D) and isinstance(module.weight, PackedWeight) and _runs_torchs_product():
         return view_running(module, partial(_packed, module))
     experts = experts_over_packed(module)
@@ -81,15 +76,15 @@ def _in_few_rows(pays: Pays, module: nn.Module, _: Mapping[str, nn.Module]) -> n
     product: Product = _stock
     dtype = module.weight.dtype
     if dtype in _DTYPES:
-        product = partial(_on_the_left, pays)
+        product = _on_the_left
     if dtype in native.DTYPES and native.available():
         product = partial(_native, product, crossover().rows(dtype, module.in_features))
     return None if product is _stock else view_running(module, partial(_of_tokens, product, module))
 
 
-def _lent(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
+def _lent(linear: nn.Linear, states: Tensor) -> Tensor:
     with linear.__dict__["streams"]() as lent:
-        given: Tensor = (_in_few_rows(pays, lent, {}) or lent).forward(states)
+        given: Tensor = (_in_few_rows(lent, {}) or lent).forward(states)
         return given
 
 
@@ -133,11 +128,11 @@ def _native(otherwise: Product, most: int, linear: nn.Linear, states: Tensor) ->
     return native.few_rows(states, linear.weight, linear.bias)
 
 
-def _on_the_left(pays: Pays, linear: nn.Linear, states: Tensor) -> Tensor:
+def _on_the_left(linear: nn.Linear, states: Tensor) -> Tensor:
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
     # In the dtype of autocast, adding the bias later would round once more.
-    if torch.is_autocast_enabled("cpu") or not pays(linear.in_features, rows):
+    if torch.is_autocast_enabled("cpu") or not _pays(linear.in_features, rows):
         return _stock(linear, states)
     block = states.reshape(rows, linear.in_features)
     if rows == 3:
@@ -274,16 +269,15 @@ def _norm_in_one_step(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Modul
     weight = getattr(module, "weight", None)
     if type(weight) is not nn.Parameter or not same_code(type(module).forward, _rms_norm):
         return None
-    fits = weight.device.type == "cpu" and weight.dtype in native.IN_FLOAT32
-    return view_running(module, partial(_norm_natively, module)) if fits and native.available() else None
+    if weight.device.type != "cpu" or weight.dtype not in native.IN_FLOAT32 or not native.available():
+        return None
 
+    def norm(states: Tensor) -> Tensor:
+        if states.dtype != weight.dtype:
+            return _rms_norm(module, states)
+        return native.rms_norm(states, weight, module.variance_epsilon)  # type: ignore[arg-type]
 
-def _norm_natively(module: nn.Module, states: Tensor) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if states.dtype != weight.dtype:
-        return _rms_norm(module, states)
-    return native.rms_norm(states, weight, module.variance_epsilon)  # type: ignore[arg-type]
+    return view_running(module, norm)
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:

@@ -114,15 +114,16 @@ class ModelRunner:
                 request = PassRequest(LayerPath.full(self.depth), tokens, taps=taps, headless=True)
                 return self._run_stock(request).features
             # Nothing to start from: the stock model reads them all at once, in recurrent layers too.
-            tap = FeatureTap(self._viewed, self.adapter, self._base, taps)
-            self._run_for_states(tap.module, tokens)
+            tap, base = FeatureTap(self._viewed, self.adapter, self._base, taps), self._runs_alone
+            module = tap.module if base is None else tap.module.get_submodule(base)
+            module(**self._called_with(module, tokens), **(self._last_kept if base is None else {}))
         self.cache.record(tokens.shape[1])
         return tap.take()
 
     def last_logits(self, tokens: Tensor) -> Tensor:
         """Read prompts of one length, `[batch, tokens]`, into the empty cache; return the last logits of each."""
         with self._attending:
-            logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._kept(1)).logits
+            logits: Tensor = self._viewed(**self._called_with(self._viewed, tokens), **self._last_kept).logits
         # A model's own code may take the option and give all of them.
         return logits[:, -1:]
 
@@ -143,22 +144,17 @@ class ModelRunner:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
         inputs, base = self._inputs(request.tokens, request.first, request.path.window), self._base_of(request)
         if base is None and request.headless:
-            inputs |= self._kept(1)
+            inputs |= self._last_kept
         return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
 
     def _base_of(self, request: PassRequest) -> str | None:
         """Return the attribute of the model that runs alone for a pass; None: the whole model runs."""
         return self._runs_alone if request.headless else None
 
-    def _run_for_states(self, module: nn.Module, tokens: Tensor) -> None:
-        """Run a view of the stock model over tokens for what they leave in the cache."""
-        base = self._runs_alone
-        runs, kept = (module, self._kept(1)) if base is None else (module.get_submodule(base), {})
-        runs(**self._called_with(runs, tokens), **kept)
-
-    def _kept(self, last: int) -> dict[str, object]:
-        """Return the option that limits logits to the last tokens, if the model has it."""
-        return {"logits_to_keep": last} if self.keeps_last_logits else {}
+    @property
+    def _last_kept(self) -> dict[str, object]:
+        """The option that limits logits to the last tokens, if the model has it."""
+        return {"logits_to_keep": 1} if self.keeps_last_logits else {}
 
     # Another runner replaces this.
     _run_in_block = _run_stock

@@ -18,11 +18,10 @@ from helpers.accelerator.device import NAME, Accelerator, present
 from helpers.captures import ticking
 from helpers.copies import plan
 from selfspec.device import backend
-from selfspec.formats import planes, upper
+from selfspec.formats import planes
 from selfspec.formats.packed import Packed, PackedWeight
-from selfspec.formats.planes import Planes, PlanesLinear
+from selfspec.formats.planes import Planes, PlanesLinear, UpperLinear
 from selfspec.formats.rounding import Kernels, kernels_of
-from selfspec.formats.upper import UpperLinear
 from selfspec.placement.drafts import placement_of
 from selfspec.placement.place import place
 from selfspec.placement.survey import survey
@@ -80,10 +79,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
                 return given
 
             monkeypatch.setattr(triton_planes, name, launched)
-        for module in (planes, upper):
-            monkeypatch.setattr(
-                module, "kernels_of", lambda device: Kernels.TRITON if device.type == NAME else kernels_of(device)
-            )
+        monkeypatch.setattr(
+            planes, "kernels_of", lambda device: Kernels.TRITON if device.type == NAME else kernels_of(device)
+        )
         yield found
 
 

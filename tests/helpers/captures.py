@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import selfspec
 from helpers import tiny
-from selfspec.formats import int4, int8, planes, rounding, upper
+from selfspec.formats import int4, int8, planes, rounding
 from selfspec.formats.rounding import Kernels
 from selfspec.kernels import native
 from selfspec.runtime import CudaGraphs, Runtime, cuda_graphs, few_rows
@@ -126,7 +126,7 @@ class StandIn(CudaGraphs):
 def as_with_triton() -> Iterator[None]:
     """Let passes on a CPU be noted, captured and rounded as on a device that runs Triton, not by kernels for CPUs."""
     with ExitStack() as inside:
-        for module in (int4, int8, planes, rounding, upper):
+        for module in (int4, int8, planes, rounding):
             inside.enter_context(mock.patch.object(module, "kernels_of", return_value=Kernels.TRITON))
         inside.enter_context(mock.patch.object(cuda_graphs, "runs_triton", return_value=True))
         inside.enter_context(mock.patch.object(few_rows, "is_plain", return_value=False))

@@ -25,14 +25,13 @@ from helpers.reference import every_number, few_octaves, restored
 from helpers.shrunken import shrunken
 from selfspec.cache.tree import Tree
 from selfspec.draft.registry import parse_draft
-from selfspec.formats import int4, int8, planes, rounding, upper
+from selfspec.formats import int4, int8, planes, rounding
 from selfspec.formats.format import formats
 from selfspec.formats.int4 import Int4Linear
 from selfspec.formats.int8 import Int8Linear
 from selfspec.formats.packed import Packed
-from selfspec.formats.planes import Planes, PlanesLinear
+from selfspec.formats.planes import Planes, PlanesLinear, Upper, UpperLinear
 from selfspec.formats.rounding import Kernels
-from selfspec.formats.upper import Upper, UpperLinear
 from selfspec.kernels import native
 from selfspec.runtime.cuda_graphs import Launch, Recorder, Recording
 
@@ -309,10 +308,8 @@ PLANES_OFF_BY = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 @contextmanager
 def kernels(name: str) -> Iterator[None]:
     """Layers in planes run by kernels of this name."""
-    with ExitStack() as stack:
-        for module in (planes, upper):
-            stack.enter_context(mock.patch.object(module, "kernels_of", return_value=Kernels[name]))
-        stack.enter_context(mock.patch.object(native, "available", return_value=False))
+    by_name = mock.patch.object(planes, "kernels_of", return_value=Kernels[name])
+    with by_name, mock.patch.object(native, "available", return_value=False):
         yield
 
 

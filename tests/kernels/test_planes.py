@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.reference import every_number, few_octaves
 from selfspec.formats.packed import Packed, UnsupportedWeightError
-from selfspec.formats.planes import Planes, PlanesLinear
-from selfspec.formats.upper import Upper, UpperLinear
+from selfspec.formats.planes import Planes, PlanesLinear, Upper, UpperLinear
 from selfspec.kernels import native
 from selfspec.kernels.crossover import crossover
 

@@ -17,8 +17,7 @@ from helpers.captures import StandIn, as_with_triton, wrapped
 from helpers.shrunken import shrunken
 from selfspec.draft.registry import parse_draft
 from selfspec.formats.packed import Packed
-from selfspec.formats.planes import Planes, PlanesLinear
-from selfspec.formats.upper import UpperLinear
+from selfspec.formats.planes import Planes, PlanesLinear, UpperLinear
 from selfspec.placement.packed import pack_weights
 from selfspec.runtime.noting import noted, noted_pass
 from selfspec.runtime.pass_function import PassFunction
