@@ -106,7 +106,8 @@ def writing(place: Path, kept: str = "") -> Iterator[None]:
         raise
     # ValueError: a name that no file can have.
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        if not _is_of_writing(error):
+        is_known = any(words in str(error) for words in (*_TORCH_WORDS, "embedded null", "not JSON compliant"))
+        if not is_known and not isinstance(error, OSError | SafetensorError):
             raise
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise StorageError(f"{place} cannot be written ({reason})" + (f"; {kept}" if kept else "")) from error
@@ -132,13 +133,6 @@ def exists(place: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _is_of_writing(error: Exception) -> bool:
-    if isinstance(error, OSError | SafetensorError):
-        return True
-    text = str(error)
-    return any(words in text for words in (*_TORCH_WORDS, "embedded null", "not JSON compliant"))
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:

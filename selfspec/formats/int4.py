@@ -34,7 +34,8 @@ class Int4Linear(RoundedLinear):
         super().__init__(packed, bias, dtype)
         levels, scales, zeros = (packed[part] for part in ("levels", "scales", "zeros"))
         self.group_size = self.in_features // scales.shape[1]
-        self.kernels = self._fastest(levels.device)
+        if self.kernels is Kernels.NATIVE and self.group_size != native.GROUP_SIZE:
+            self.kernels = Kernels.ATEN
         if self.kernels is Kernels.TRITON:
             self.levels, self.scales = map(fixed, for_triton(levels, scales, zeros))
         elif self.kernels is Kernels.NATIVE:
@@ -44,11 +45,6 @@ class Int4Linear(RoundedLinear):
         else:
             self.levels = fixed(_for_aten(levels))
             self.scales_and_zeros = fixed(torch.stack([scales, zeros], -1).transpose(0, 1).contiguous())
-
-    def _fastest(self, device: torch.device) -> Kernels:
-        kernels = kernels_of(device)
-        native_takes = self.group_size == native.GROUP_SIZE
-        return Kernels.ATEN if kernels is Kernels.NATIVE and not native_takes else kernels
 
     @property
     def operands(self) -> native.Operands:
@@ -161,7 +157,9 @@ class Int4(Rounded):
             scales = torch.where(spread > 0, as_kept(slope), scales)
             zeros = (groups.mean(-1, keepdim=True) + (8 - mean) * scales.float()).to(torch.bfloat16)
             levels = _nearest(groups, scales, zeros)
-        packed["levels"].copy_(_in_pairs(levels.flatten(1)))
+        # Two in a byte.
+        first, second = levels.flatten(1).to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+        packed["levels"].copy_(first << 4 | second)
         packed["scales"].copy_(scales[..., 0])
         packed["zeros"].copy_(zeros[..., 0])
 
@@ -170,10 +168,3 @@ def _nearest(weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Return the nearest levels for weights, in float32; scales and zeros are broadcast."""
     levels: Tensor = ((weights - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15)
     return levels
-
-
-def _in_pairs(levels: Tensor) -> Tensor:
-    """Pack levels, `[out, in]`, two in a byte."""
-    pairs: Tensor = levels.to(torch.uint8).unflatten(1, (-1, 2))
-    packed: Tensor = pairs[..., 0] << 4 | pairs[..., 1]
-    return packed

@@ -161,14 +161,8 @@ class Planes(Format):
         if weight.ndim == 3:
             return _stacked([self.pack(each) for each in weight])
         packed = self.empty(weight.shape, weight.device)
-        found = []
-        for some in some_rows(weight, _AT_ONCE):
-            part = _split(bits_of(weight[some]))
-            packed["upper"][some], packed["lower"][some] = part.upper, part.lower
-            packed["rows"][0, some] = part.bases
-            packed["rows"][1, some] = part.counts
-            found.append(part.escapes)
-        escapes = torch.cat(found)
+        slices = some_rows(weight, _AT_ONCE)
+        escapes = torch.cat([_split(bits_of(weight[some]), packed, some) for some in slices])
         if len(escapes) > _MOST_ESCAPES * weight.numel():
             share = len(escapes) / weight.numel()
             raise UnsupportedWeightError(f"{share:.0%} outside of the 15 octaves of its rows")
@@ -201,18 +195,8 @@ def bits_of(weight: Tensor) -> Tensor:
     return bits
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Holds planes of some rows, their bases and numbers of escapes, `[rows]`, and these, row by row."""
-
-    upper: Tensor
-    lower: Tensor
-    bases: Tensor
-    counts: Tensor
-    escapes: Tensor
-
-
-def _split(bits: Tensor) -> _Parts:
+def _split(bits: Tensor, to: Packed, some: slice) -> Tensor:
+    """Write planes of some rows, with their bases and numbers of escapes; return these, row by row."""
     exponents = bits >> 7 & 255
     finite = torch.where(exponents < 255, exponents, 0)
     bases = (finite.amax(1) - _CODES).clamp(0)
@@ -224,14 +208,11 @@ def _split(bits: Tensor) -> _Parts:
     places = escaped.nonzero()
     escapes = places[:, 1] << 16 | bits[escaped].long() & 0xFFFF
     lower = (bits & 15).unflatten(1, (-1, 2, 32))
-    return _Parts(
-        (bits >> 8 & 0x80 | codes << 3 | bits >> 4 & 7).to(torch.uint8),
-        (lower[:, :, 0] | lower[:, :, 1] << 4).flatten(1).to(torch.uint8),
-        bases.to(torch.int32),
-        escaped.sum(1).to(torch.int32),
-        # The lower 32 bits: places reach the sign.
-        escapes.to(torch.int32),
-    )
+    to["upper"][some] = (bits >> 8 & 0x80 | codes << 3 | bits >> 4 & 7).to(torch.uint8)
+    to["lower"][some] = (lower[:, :, 0] | lower[:, :, 1] << 4).flatten(1).to(torch.uint8)
+    to["rows"][:, some] = torch.stack([bases, escaped.sum(1)]).to(torch.int32)
+    # The lower 32 bits: places reach the sign.
+    return escapes.to(torch.int32)
 
 
 def joined(upper: Tensor, lower: Tensor, bases: Tensor) -> Tensor:

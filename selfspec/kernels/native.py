@@ -386,7 +386,7 @@ def _multiply(
     dtype = torch.float64 if format == FLOAT64 else torch.float32
     found = torch.empty(*shape, outputs, dtype=dtype)
     held = {"bias": bias, "factors": factors}
-    others = [_read(held.get(name), dtype) for name in HELD]
+    others = [None if (each := held.get(name)) is None else each.to(dtype).contiguous() for name in HELD]
     given, made = (each.view(math.prod(shape), each.shape[-1]) for each in (states.to(dtype).contiguous(), found))
     for some, to in zip(given.split(MOST_ROWS), made.split(MOST_ROWS), strict=True):
         sizes = (format, len(some), inputs, outputs, setting)
@@ -424,13 +424,6 @@ def all_parts(parts: Sequence[_Each], missing: _Each) -> list[_Each]:
 
 HELD = ("bias", "residual", "factors")
 """Names of the operands of a product behind the parts of its weight, in the order of `program.cpp`; any may miss."""
-
-
-def _read(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a tensor as kernels read it."""
-    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
-        return tensor
-    return tensor.to(dtype).contiguous()
 
 
 def _normalize(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

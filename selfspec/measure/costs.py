@@ -147,7 +147,9 @@ def measure_costs(
     step_seconds = Estimate.of_median([sample.plain for sample in samples])
     overhead = {}
     for name, drafter in {PLAIN: Repeating(), **named}.items():
-        passes = verify_cost({width: each.value for width, each in verify[name].items()}, middle + 1)
+        widths = sorted(verify[name])
+        # Interpolated between measured widths, outside them that of the nearest.
+        passes = float(np.interp(middle + 1, widths, [verify[name][each].value for each in widths]))
         rests = []
         for _ in range(_GENERATIONS):
             progress.step(f"what else rounds do, {name}")
@@ -252,11 +254,6 @@ def _prompt(model: PreTrainedModel, batch: int, context: int, room: int) -> Tens
     embeddings = model.get_input_embeddings()
     tokens = torch.randint(embeddings.num_embeddings, (batch, length), generator=torch.Generator().manual_seed(_SEED))
     return tokens.to(model.device)
-
-
-def verify_cost(by_width: Mapping[int, float], width: int) -> float:
-    """Return V at a width: interpolated between measured widths, outside them that of the nearest."""
-    return float(np.interp(width, sorted(by_width), [by_width[each] for each in sorted(by_width)]))
 
 
 @dataclass

@@ -441,30 +441,22 @@ def readings(text: TeacherForcedText, paths: Sequence[DraftPath]) -> Iterator[tu
     Yields:
         The number of a path, and its logits of every drafted token as `TeacherForcedText.read` gives them.
     """
-    ways = sorted((tuple(map(sorted, parts_run(each.path))), number) for number, each in enumerate(paths))
-    yield from _visit(text, paths, ways, 0, None)
+    ways = [parts_run(each.path) for each in paths]
 
-
-def _visit(
-    text: TeacherForcedText,
-    paths: Sequence[DraftPath],
-    ways: Sequence[tuple[tuple[list[Part], ...], int]],
-    layer: int,
-    hidden: Tensor | None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Continue from states that enter a layer; None: they are exact so far."""
-    if layer == paths[ways[0][1]].path.depth:
-        last = text.exact(layer) if hidden is None else hidden
-        for _, number in ways:
+    def visit(numbers: list[int], layer: int, hidden: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """Continue from states that enter a layer; None: they are exact so far."""
+        if layer == len(ways[numbers[0]]):
+            last = text.exact(layer) if hidden is None else hidden
             # An exit head reads behind the last layer that runs; nothing after that changed the states.
-            yield number, text.read(last, paths[number].head)
-        return
-    for way, group in groupby(ways, key=lambda each: each[0][layer]):
-        parts: Parts = frozenset(way)
-        states = None
-        if hidden is not None or parts != WHOLE:
-            states = text.run(layer, parts, text.exact(layer) if hidden is None else hidden)
-        yield from _visit(text, paths, list(group), layer + 1, states)
+            yield from ((number, text.read(last, paths[number].head)) for number in numbers)
+            return
+        for parts, group in groupby(numbers, key=lambda number: ways[number][layer]):
+            states = None
+            if hidden is not None or parts != WHOLE:
+                states = text.run(layer, parts, text.exact(layer) if hidden is None else hidden)
+            yield from visit(list(group), layer + 1, states)
+
+    yield from visit(sorted(range(len(paths)), key=lambda number: [*map(sorted, ways[number])]), 0, None)
 
 
 class _Judge:

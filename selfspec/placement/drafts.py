@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -76,9 +77,13 @@ class Placement:
             return asked
         draft = asked.draft.mapped(self._fitted)
         costs = Costs(self._step(draft, model, adapter), verify=1.0, widening=_WIDENING, overhead=_OVERHEAD)
+        nodes = None
         # A GPU computes a wide pass while weights arrive.
-        trees = not self.streams_from_disk and reads_trees(model, adapter)
-        return DraftChoice(draft, CostAware(LONGEST, nodes=NODES if trees else None), costs)
+        if not self.streams_from_disk:
+            with suppress(UnsupportedModelError):
+                adapter.check_trees(model)
+                nodes = NODES
+        return DraftChoice(draft, CostAware(LONGEST, nodes=nodes), costs)
 
     def _fitted(self, draft: Drafter) -> Drafter:
         """Return the draft by substitutes that are here, in place of one that would make some."""
@@ -145,15 +150,6 @@ def format_of(draft: Drafter) -> str | None:
 
     draft.mapped(checked)
     return None if draft.format is None else draft.format.name
-
-
-def reads_trees(model: PreTrainedModel, adapter: Adapter) -> bool:
-    """Return whether passes of a model may read trees."""
-    try:
-        adapter.check_trees(model)
-    except UnsupportedModelError:
-        return False
-    return True
 
 
 def _anew(draft: Drafter) -> str:

@@ -191,12 +191,9 @@ def fill(
             parts = {name: pages.moved(part.to(device)) for name, part in held.value.parts.items()}
             packed = Packed(held.value.shape, parts)
             set_packed(model, held.names, format.parameter(packed, held.dtype, held.transposed))
-    if device is not None:
-        move_what_is_there(model, device)
-
-
-def move_what_is_there(model: PreTrainedModel, device: torch.device) -> None:
-    """Move buffers, and weights that the loader of `transformers` made, to the device; packed ones are there."""
+    if device is None:
+        return
+    # Buffers, and weights that the loader of `transformers` made; packed ones are there.
     for names in names_by_weight(model).values():
         weight = model.get_parameter(names[0])
         if not isinstance(weight, PackedWeight) and not weight.is_meta and weight.device != device:

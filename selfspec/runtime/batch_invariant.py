@@ -94,7 +94,7 @@ def _reasons(model: PreTrainedModel, adapter: Adapter) -> Iterator[str]:
 
 def _in_one_order(module: nn.Module, parts: Mapping[str, nn.Module]) -> nn.Module | None:
     if is_plain(module) and module.weight.dtype in native.IN_FLOAT32:
-        return view_running(module, partial(_product, module))
+        return view_running(module, lambda states: _of_rows(states, module.weight, module.bias))
     if type(module) in _POINTWISE and not any(True for _ in module.parameters()):
         return view_running(module, partial(_in_whole_vectors, partial(type(module).forward, module)))
     if _is_experts(module) or _mixes(module):
@@ -138,10 +138,6 @@ class _InOneOrder(TorchFunctionMode):
                 f"BatchInvariant cannot run this mixture of experts, which calls {name} itself; leave the runtime out"
             )
         return function(*args, **(kwargs or {}))
-
-
-def _product(linear: nn.Linear, states: Tensor) -> Tensor:
-    return _of_rows(states, linear.weight, linear.bias)
 
 
 def _of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

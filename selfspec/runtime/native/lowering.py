@@ -87,24 +87,19 @@ class Lowered:
     shapes: tuple[torch.Size, ...]
 
 
-def lowered(
-    noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int, source: Sequence[int] = ()
-) -> Lowered:
-    """Lower the graph of a captured pass. RecordingError: it computes what programs do not.
+class Lowering:
+    """Lowers the graph of a captured pass, which it rewrites.
 
     The last arguments of the graph are `buffers` keys and values, then a mask for each of `sights`. `uniform`: all rows
     write the same slots; `tree`: the pass reads nodes of a tree. `source` are places of arguments that an encoder has
     read, which may have other lengths in other calls.
     """
-    noting.without_copies(noted.graph)
-    noting.joined(noted.graph)
-    return _Lowering(noted, sights, uniform, tree, buffers, source).run()
 
-
-class _Lowering:
     def __init__(
         self, noted: Noted, sights: Sequence[Sight], uniform: bool, tree: bool, buffers: int, source: Sequence[int]
     ) -> None:
+        noting.without_copies(noted.graph)
+        noting.joined(noted.graph)
         self._noted = noted
         self._sights = sights
         self._uniform, self._tree = uniform, tree
@@ -144,6 +139,7 @@ class _Lowering:
         }
 
     def run(self) -> Lowered:
+        """Return its operations. RecordingError: it computes what programs do not."""
         nodes = list(self._noted.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         arguments = len(inputs) - len(self._sights)

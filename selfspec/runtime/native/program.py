@@ -15,7 +15,7 @@ from selfspec.errors import UnsupportedOptionError
 from selfspec.kernels import native
 from selfspec.runtime.few_rows import has_avx512, with_kernel
 from selfspec.runtime.native.instructions import MOST_NODES, Operation, Sight, Storage, encoded
-from selfspec.runtime.native.lowering import Lowered, lowered
+from selfspec.runtime.native.lowering import Lowered, Lowering
 from selfspec.runtime.noting import mask_tensors, noted_pass
 from selfspec.runtime.pass_function import PassFunction, PassKind, PassTensors
 from selfspec.runtime.request import Chain, ChainStep, Draws, Races
@@ -287,8 +287,8 @@ def captured(function: PassFunction, example: PassTensors) -> Lowered:
     masks = function.masks(flat)
     sights = [_sight(name, function) for name in mask_tensors(masks)]
     places = () if source is None else _places(flat, source.flat())
-    graph = noted_pass(function, flat, masks)
-    return lowered(graph, sights, function.kind.uniform, slots.block is not None, len(slots.buffers), places)
+    graph, uniform = noted_pass(function, flat, masks), function.kind.uniform
+    return Lowering(graph, sights, uniform, slots.block is not None, len(slots.buffers), places).run()
 
 
 def _sight(name: str | None, function: PassFunction) -> Sight:
