@@ -76,7 +76,9 @@ def crossover() -> Crossover:
     file = cache_folder() / f"crossover-{variant}.json"
     kept = _read(file, processor)
     if kept is None:
-        _keep(file, processor, tried())
+        # A folder that cannot be written to costs a trial for each process.
+        with suppress(StorageError):
+            write_json(file, {processor: astuple(tried())})
         # Another process may have kept its own at the same time: all take what is there.
         kept = _read(file, processor)
     return _CAUTIOUS if kept is None else kept
@@ -112,9 +114,3 @@ def _read(file: Path, processor: str) -> Crossover | None:
         found = Crossover(*json.loads(file.read_text())[processor])
         return found if all(type(each) is int and each > 0 for each in astuple(found)) else None
     return None
-
-
-def _keep(file: Path, processor: str, found: Crossover) -> None:
-    # A folder that cannot be written to costs a trial for each process.
-    with suppress(StorageError):
-        write_json(file, {processor: astuple(found)})

@@ -162,11 +162,6 @@ def deferred_weights(made: Skeleton, format: Format | None) -> Given:
     return {name: partial(given, weight) for name, weight in made.deferred.items()}
 
 
-def pack_weights(model: PreTrainedModel, format: Format) -> None:
-    """Pack the weights of a model that is in memory, one by one."""
-    fill(model, format, {name: weight.detach for name, weight in model.named_parameters()}, WeightFiles())
-
-
 def fill(
     model: PreTrainedModel,
     format: Format | None,

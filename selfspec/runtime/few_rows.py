@@ -38,9 +38,6 @@ from selfspec.model.substitutes import experts_over_packed
 from selfspec.model.view import is_streamed, runs_as_written, same_code, view_of, view_running, view_with
 from selfspec.runtime.noting import is_noted
 
-Product = Callable[[nn.Linear, Tensor], Tensor]
-"""Apply a layer to states, `[..., in]`; returns `[..., out]`."""
-
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -73,13 +70,10 @@ def _in_few_rows(module: nn.Module, _: Mapping[str, nn.Module]) -> nn.Module | N
         return experts
     if not is_plain(module):
         return None
-    product: Product = _stock
     dtype = module.weight.dtype
-    if dtype in _DTYPES:
-        product = _on_the_left
     if dtype in native.DTYPES and native.available():
-        product = partial(_native, product, crossover().rows(dtype, module.in_features))
-    return None if product is _stock else view_running(module, partial(_of_tokens, product, module))
+        return view_running(module, partial(_product, crossover().rows(dtype, module.in_features), module))
+    return view_running(module, partial(_product, -1, module)) if dtype in _DTYPES else None
 
 
 def _lent(linear: nn.Linear, states: Tensor) -> Tensor:
@@ -96,12 +90,6 @@ def _packed(linear: nn.Linear | Conv1D, states: Tensor) -> Tensor:
     return product if linear.bias is None else product + linear.bias
 
 
-def _of_tokens(product: Product, linear: nn.Linear, states: Tensor) -> Tensor:
-    # States with four dimensions are latents of a cache, which every pass expands: their rows are slots. A recorded
-    # pass keeps the product that was chosen when it was made, and runs over any number of slots.
-    return _stock(linear, states) if states.dim() > 3 else product(linear, states)
-
-
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is torch's own linear layer, over a weight on the CPU."""
     if type(module) is not nn.Linear or not _runs_torchs_product():
@@ -116,24 +104,18 @@ def _runs_torchs_product() -> bool:
     return product and runs_as_written(nn.Linear.forward, nn.Linear.__module__)
 
 
-def _stock(linear: nn.Linear, states: Tensor) -> Tensor:
-    return functional.linear(states, linear.weight, linear.bias)
-
-
-def _native(otherwise: Product, most: int, linear: nn.Linear, states: Tensor) -> Tensor:
-    rows = math.prod(states.shape[:-1])
-    # Autocast changes what torch's own products compute in.
-    if min(rows, native.MOST_ROWS) > most or torch.is_autocast_enabled("cpu"):
-        return otherwise(linear, states)
-    return native.few_rows(states, linear.weight, linear.bias)
-
-
-def _on_the_left(linear: nn.Linear, states: Tensor) -> Tensor:
+def _product(most: int, linear: nn.Linear, states: Tensor) -> Tensor:
+    """Apply a layer to states, `[..., in]` to `[..., out]`; by the kernels up to `most` rows."""
     shape = [int(size) for size in states.shape]
     rows = math.prod(shape[:-1])
-    # In the dtype of autocast, adding the bias later would round once more.
-    if torch.is_autocast_enabled("cpu") or not _pays(linear.in_features, rows):
-        return _stock(linear, states)
+    # States with four dimensions are latents of a cache, which every pass expands: their rows are slots. A recorded
+    # pass keeps the product that was chosen when it was made, and runs over any number of slots. Autocast changes what
+    # torch's own products compute in: adding the bias later would round once more.
+    is_stock = states.dim() > 3 or torch.is_autocast_enabled("cpu")
+    if not is_stock and min(rows, native.MOST_ROWS) <= most:
+        return native.few_rows(states, linear.weight, linear.bias)
+    if is_stock or linear.weight.dtype not in _DTYPES or not _pays(linear.in_features, rows):
+        return functional.linear(states, linear.weight, linear.bias)
     block = states.reshape(rows, linear.in_features)
     if rows == 3:
         # Four columns take less time than three.

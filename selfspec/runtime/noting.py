@@ -254,7 +254,12 @@ def _norm(node: Any) -> _Found:
 def _weighted(node: Any) -> _Found:
     for changed, weight in _either_way(node, aten.mul.Tensor):
         normed = before_change(changed)
-        if not is_call(normed, rms_norm) or normed.args[1] is not None or max(map(_uses, (normed, changed))) > 1:
+        if (
+            not is_call(normed, rms_norm)
+            or normed.args[1] is not None
+            or len(normed.users) > 1
+            or len(changed.users) > 1
+        ):
             continue
         states, _, epsilon, _ = normed.args
         shift = 0.0
@@ -270,7 +275,7 @@ def _weighted(node: Any) -> _Found:
 def _narrowed(node: Any) -> _Found:
     """Let a norm give the dtype to which it is changed."""
     norm = before_change(node)
-    return (rms_norm, norm.args) if norm is not node and is_call(norm, rms_norm) and _uses(norm) == 1 else None
+    return (rms_norm, norm.args) if norm is not node and is_call(norm, rms_norm) and len(norm.users) == 1 else None
 
 
 def _gate(node: Any) -> _Found:
@@ -294,10 +299,6 @@ def _either_way(node: Any, target: Any) -> Sequence[tuple[Any, Any]]:
 def is_call(node: Any, target: Any) -> bool:
     """Return whether a node calls `target`."""
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
-
-
-def _uses(node: Any) -> int:
-    return len(node.users)
 
 
 def before_change(node: Any) -> Any:

@@ -33,6 +33,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from selfspec.formats.planes import Planes
+from selfspec.placement.packed import fill
+from selfspec.placement.stored import WeightFiles
+
 VOCABULARY = 50
 DEPTH = 4
 CONTEXT = 128
@@ -189,3 +193,8 @@ def in_turns(
 def _name(value: Any) -> str:
     # Addresses in a name would differ between the processes of one run.
     return getattr(value, "__name__", str(value))
+
+
+def hold_planes(model: PreTrainedModel) -> None:
+    """Let a model that is in memory hold its weights in planes, as a checkpoint that is loaded so does."""
+    fill(model, Planes(), {name: weight.detach for name, weight in model.named_parameters()}, WeightFiles())

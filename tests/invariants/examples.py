@@ -29,9 +29,7 @@ from selfspec.draft import (
     ReducedVocabulary,
 )
 from selfspec.draft.layer_skip import write_skip_file
-from selfspec.formats.planes import Planes
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed import pack_weights
 from selfspec.tools.train.lesson import ExitHeads
 
 Draft = str | Drafter
@@ -101,7 +99,7 @@ def _gemma4(folder: Path, vocabulary: int) -> PreTrainedModel:
 
 def _in_planes(folder: Path, vocabulary: int) -> PreTrainedModel:
     model = tiny.llama(vocab_size=vocabulary).bfloat16().double()
-    pack_weights(model, Planes())
+    tiny.hold_planes(model)
     return model
 
 

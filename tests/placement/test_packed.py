@@ -38,7 +38,6 @@ from selfspec.kernels import native
 from selfspec.kernels.large_pages import LargePages
 from selfspec.model.checkpoint import PACKED, load_to_device, read_config
 from selfspec.model.identity import fingerprint
-from selfspec.placement.packed import pack_weights
 from selfspec.runtime import Native
 from selfspec.tools.prospects import has_bfloat16_precision, packed_bytes
 
@@ -78,7 +77,7 @@ def test_the_stock_model_computes_the_same_bits(name: str) -> None:
         nn.init.normal_(weight, std=0.05)
     expected, state = logits(model), copy.deepcopy(model.state_dict())
     text = model.generate(tiny.prompt(6), max_new_tokens=6, do_sample=False)
-    pack_weights(model, Planes())
+    tiny.hold_planes(model)
     kept = [name for name, weight in model.named_parameters() if not isinstance(weight, PackedWeight)]
     # Routers, and what is no product.
     assert not [name for name in kept if model.get_parameter(name).ndim > 1 and not _is_small(name)]
@@ -190,7 +189,7 @@ def test_fingerprints_and_views_read_packed_weights_of_any_width() -> None:
     # No whole block of 64 columns.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight[:, : 64 - 7].contiguous())
     expected, values = fingerprint(model), model.lm_head.weight.detach().clone()
-    pack_weights(model, Planes())
+    tiny.hold_planes(model)
     assert isinstance(model.lm_head.weight, PackedWeight)
     assert torch.equal(model.lm_head.weight.view(-1), values.view(-1))
     assert fingerprint(model) == expected

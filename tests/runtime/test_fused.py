@@ -18,7 +18,6 @@ from helpers.shrunken import shrunken
 from selfspec.draft.registry import parse_draft
 from selfspec.formats.packed import Packed
 from selfspec.formats.planes import Planes, PlanesLinear, UpperLinear
-from selfspec.placement.packed import pack_weights
 from selfspec.runtime.noting import noted, noted_pass
 from selfspec.runtime.pass_function import PassFunction
 from selfspec.runtime.runtime import Function
@@ -84,7 +83,7 @@ def noted_launches(architecture: str, draft: str, layers: int, rows: int) -> dic
         kinds: dict[str, Any] = {} if architecture == "llama" else {"layer_types": types}
         model = shrunken(architecture, torch.float32, num_hidden_layers=layers, **kinds)
         if draft == "upper":
-            pack_weights(model.bfloat16().float(), Planes())
+            tiny.hold_planes(model.bfloat16().float())
         spec, mask = wrapped(model, StandIn(0, 32), parse_draft(draft)), torch.ones(rows, 5, dtype=torch.long)
         # Several rows write different slots.
         mask[1:, :2] = 0
