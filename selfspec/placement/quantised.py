@@ -19,14 +19,21 @@ from selfspec.formats.groups import Groups, WordsOfAwq, WordsOfGptq, unpacked
 from selfspec.model.checkpoint import weight_files
 from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
 
-Tensors = Mapping[str, StoredTensor]
+About = Mapping[str, Any]
+"""What a configuration says of how weights are quantised."""
+
+Rest = dict[str, StoredTensor]
+"""Tensors in the files that are no part of a quantised weight as far as is known, by name."""
+
+Weights = Iterator[tuple[str, StoredWeight]]
+"""Quantised weights, by name."""
 
 
 class UnknownQuantisationError(Exception):
     """Says why no kernel reads the weights of a quantised checkpoint: such models run as their library loads them."""
 
 
-def quantisation_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+def quantisation_of(config: PreTrainedConfig) -> About | None:
     """Return what a configuration says of how weights are quantised; None: they are not."""
     for place in (config, config.get_text_config(decoder=True)):
         found = getattr(place, "quantization_config", None)
@@ -35,7 +42,7 @@ def quantisation_of(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     return None
 
 
-def is_made_dense(about: Mapping[str, Any]) -> bool:
+def is_made_dense(about: About) -> bool:
     """Return whether the loader makes weights of this method dense by itself, on a CPU."""
     return about.get("quant_method") in ("fp8", "mxfp4")
 
@@ -49,7 +56,7 @@ def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
     return found
 
 
-def quantised_weights(about: Mapping[str, Any], stored: Tensors, files: WeightFiles) -> dict[str, StoredWeight]:
+def quantised_weights(about: About, stored: Mapping[str, StoredTensor], files: WeightFiles) -> dict[str, StoredWeight]:
     """Locate the weights of a checkpoint, by the names of the dense ones.
 
     Raises:
@@ -66,9 +73,7 @@ def quantised_weights(about: Mapping[str, Any], stored: Tensors, files: WeightFi
     return found | {name: StoredWeight.dense(each) for name, each in rest.items()}
 
 
-def _compressed(
-    about: Mapping[str, Any], rest: dict[str, StoredTensor], files: WeightFiles
-) -> Iterator[tuple[str, StoredWeight]]:
+def _compressed(about: About, rest: Rest, files: WeightFiles) -> Weights:
     """Take the weights of compressed-tensors out of the rest, by name: integers in words, and floats of 4 or 8 bits."""
     groups = about.get("config_groups") or {}
     schemes = [each for each in groups.values() if isinstance(each, Mapping)]
@@ -89,7 +94,12 @@ def _compressed(
         if "scale" not in parts or (codes.dtype != torch.uint8 and "shape" not in parts):
             raise CheckpointError(f"of {name} a part is missing (_packed, _scale, _shape); copy the checkpoint again")
         if codes.dtype == torch.uint8:
-            yield name, _in_floats_of_4_bits(name, codes, parts["scale"], parts.get("global_scale"))
+            # NVFP4, whose scales are over a divisor, or else MXFP4.
+            shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
+            held = {"codes": codes, "scales": replace(parts["scale"], dtype=torch.uint8)}
+            if "global_scale" in parts:
+                held["divisor"] = parts["global_scale"]
+            yield name, _located(name, shape, NvFp4() if "divisor" in held else MxFp4(), held, torch.bfloat16)
         else:
             sizes = torch.Size(files.mapped(parts["shape"]).tolist())
             yield name, groups_of(name, sizes, codes, parts["scale"], parts.get("zero_point"))
@@ -98,17 +108,6 @@ def _compressed(
 
 
 _COMPRESSED = {"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized", "naive-quantized"}
-
-
-def _in_floats_of_4_bits(
-    name: str, codes: StoredTensor, scales: StoredTensor, divisor: StoredTensor | None
-) -> StoredWeight:
-    """Return a weight in NVFP4, whose scales are over a divisor, or else in MXFP4."""
-    shape = torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
-    parts = {"codes": codes, "scales": replace(scales, dtype=torch.uint8)}
-    if divisor is None:
-        return _located(name, shape, MxFp4(), parts, torch.bfloat16)
-    return _located(name, shape, NvFp4(), {**parts, "divisor": divisor}, torch.bfloat16)
 
 
 def groups_of(
@@ -140,9 +139,7 @@ def _located(
     return StoredWeight(shape, dtype, parts, format)
 
 
-def _gptq(
-    about: Mapping[str, Any], rest: dict[str, StoredTensor], files: WeightFiles
-) -> Iterator[tuple[str, StoredWeight]]:
+def _gptq(about: About, rest: Rest, files: WeightFiles) -> Weights:
     """Take the weights of GPTQ out of the rest, by name: groups of inputs in their order, of 4 or 8 bits."""
     version = str(about.get("checkpoint_format") or "gptq")
     if version not in ("gptq", "gptq_v2") or about.get("dynamic"):
@@ -163,7 +160,7 @@ def _gptq(
         yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts, parts["scales"].dtype)
 
 
-def _awq(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles) -> Iterator[tuple[str, StoredWeight]]:
+def _awq(about: About, rest: Rest, _: WeightFiles) -> Weights:
     """Take the weights of AWQ out of the rest, by name: 4 bits with zeros."""
     version = str(about.get("version") or about.get("format") or "gemm").lower()
     if version != "gemm":
@@ -176,7 +173,7 @@ def _awq(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles
         yield f"{name}.weight", _located(f"{name}.weight", shape, format, parts, parts["scales"].dtype)
 
 
-def _by_output(rest: dict[str, StoredTensor]) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+def _by_output(rest: Rest) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Take the layers whose outputs lie side by side out of the rest, by name: parts, and perhaps groups of inputs."""
     for name in [each.removesuffix(".qweight") for each in rest if each.endswith(".qweight")]:
         named = (*WordsOfGptq.parts, "g_idx")
@@ -187,7 +184,7 @@ def _by_output(rest: dict[str, StoredTensor]) -> Iterator[tuple[str, dict[str, S
         yield name, found
 
 
-def _fp8(about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles) -> Iterator[tuple[str, StoredWeight]]:
+def _fp8(about: About, rest: Rest, _: WeightFiles) -> Weights:
     """Take the weights in floats of 8 bits out of the rest, by name: with a scale for each block, or for all."""
     if about.get("activation_scheme") != "dynamic":
         raise UnknownQuantisationError("FP8 with fixed scales of activations")
@@ -216,9 +213,7 @@ def _in_floats_of_8_bits(name: str, codes: StoredTensor | None, scales: StoredTe
     return _located(name, shape, format, parts, torch.float32)
 
 
-def _mxfp4(
-    _about: Mapping[str, Any], rest: dict[str, StoredTensor], _: WeightFiles
-) -> Iterator[tuple[str, StoredWeight]]:
+def _mxfp4(_about: About, rest: Rest, _: WeightFiles) -> Weights:
     """Take the weights of experts in MXFP4 out of the rest, by name; modules hold them as `[experts, in, out]`."""
     for name in [each.removesuffix("_blocks") for each in rest if each.endswith("_blocks")]:
         codes, scales = rest.pop(f"{name}_blocks"), rest.pop(f"{name}_scales", None)
@@ -232,9 +227,7 @@ def _mxfp4(
         yield name, replace(_located(name, shape, MxFp4(), parts, torch.bfloat16), transposed=True)
 
 
-def _bitsandbytes(
-    about: Mapping[str, Any], rest: dict[str, StoredTensor], files: WeightFiles
-) -> Iterator[tuple[str, StoredWeight]]:
+def _bitsandbytes(about: About, rest: Rest, files: WeightFiles) -> Weights:
     """Take the weights of bitsandbytes in 4 bits out of the rest, by name."""
     if not about.get("load_in_4bit"):
         raise UnknownQuantisationError("bitsandbytes in 8 bits")
@@ -276,8 +269,7 @@ def why_not_read(folder: Path, config: PreTrainedConfig) -> str | None:
     return None
 
 
-_Method = Callable[[Mapping[str, Any], dict[str, StoredTensor], WeightFiles], Iterator[tuple[str, StoredWeight]]]
-_METHODS: dict[str, _Method] = {
+_METHODS: dict[str, Callable[[About, Rest, WeightFiles], Weights]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,

@@ -35,7 +35,8 @@ def noted(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
     notes = _Notes()
     # In inference mode torch takes operations apart before a dispatch mode sees them.
     with torch.inference_mode(False), torch.no_grad():
-        inputs = [notes.given(example) for example in examples]
+        places = (notes.graph.placeholder(f"given_{number}") for number in range(len(examples)))
+        inputs = [_StandIn(place, form_of(example)) for place, example in zip(places, examples, strict=True)]
         with notes:
             results = function(*inputs)
     notes.graph.output(tuple(notes.node_of(each) for each in results))
@@ -98,10 +99,6 @@ class _Notes(TorchDispatchMode):
         self.graph = Graph()
         self.held: dict[str, Tensor] = {}
         self._of_held: dict[int, _StandIn] = {}
-
-    def given(self, example: Tensor) -> _StandIn:
-        """Stand for an argument."""
-        return _StandIn(self.graph.placeholder(f"given_{len(self.graph.nodes)}"), form_of(example))
 
     def node_of(self, tensor: Tensor) -> Node:
         """Return the node of a tensor that the function computes or holds."""
