@@ -109,9 +109,7 @@ class _Room(threading.local):
         return self._kept[:size].view(dtype).view(rows, columns)
 
 
-@cache
-def _room() -> _Room:
-    return _Room()
+_room = cache(_Room)
 
 
 class KernelLinear(PackedLinear):

@@ -13,9 +13,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from selfspec.errors import CheckpointError
-from selfspec.formats.coded import Float8, MxFp4, NormalFloat4, NvFp4
+from selfspec.formats.coded import Float8, Groups, MxFp4, NormalFloat4, NvFp4, WordsOfAwq, WordsOfGptq, unpacked
 from selfspec.formats.format import Format
-from selfspec.formats.groups import Groups, WordsOfAwq, WordsOfGptq, unpacked
 from selfspec.model.checkpoint import weight_files
 from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
 

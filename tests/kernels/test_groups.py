@@ -10,8 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from helpers.quantised import dense, normal_float4, nvfp4, words
 from helpers.snapshot import kernels
-from selfspec.formats.coded import Coded, CodedLinear, Float8, MxFp4, NormalFloat4, NvFp4
-from selfspec.formats.groups import Groups, GroupsLinear
+from selfspec.formats.coded import Coded, CodedLinear, Float8, Groups, GroupsLinear, MxFp4, NormalFloat4, NvFp4
 from selfspec.formats.packed import KernelLinear, Packed, PackedWeight, UnsupportedWeightError
 from selfspec.kernels import native
 
