@@ -123,7 +123,8 @@ class StoredWeight:
     def runs(self, stays: Stays = Stays.NOTHING) -> list[StoredRun]:
         """Return the parts that are fetched where something stays of a layer, those of one read together."""
         found: list[dict[str, StoredTensor]] = []
-        for name, part in sorted(((name, self.parts[name]) for name in self.fetched(stays)), key=_place):
+        named = ((name, self.parts[name]) for name in self.fetched(stays))
+        for name, part in sorted(named, key=lambda each: (each[1].file, each[1].start)):
             if not found or not _follows(part, [*found[-1].values()][-1]):
                 found.append({})
             found[-1][name] = part
@@ -171,10 +172,6 @@ def drafts_inside(format: Format | None) -> dict[str, type[Format]]:
         for name, kind in formats().items()
         if not kind.exact and not kind.copies and set(kind.parts) <= set(format.parts)
     }
-
-
-def _place(named: tuple[str, StoredTensor]) -> tuple[Path, int]:
-    return named[1].file, named[1].start
 
 
 def _follows(part: StoredTensor, before: StoredTensor) -> bool:

@@ -142,14 +142,11 @@ class ModelRunner:
 
     def _run_stock(self, request: PassRequest) -> PassResult:
         """Run a pass, whose nodes the cache expects, by the stock modules."""
-        inputs, base = self._inputs(request.tokens, request.first, request.path.window), self._base_of(request)
+        inputs = self._inputs(request.tokens, request.first, request.path.window)
+        base = self._runs_alone if request.headless else None
         if base is None and request.headless:
             inputs |= self._last_kept
         return run_view(self._view(request.runs), base, request.entering, inputs, self.cache.source)
-
-    def _base_of(self, request: PassRequest) -> str | None:
-        """Return the attribute of the model that runs alone for a pass; None: the whole model runs."""
-        return self._runs_alone if request.headless else None
 
     @property
     def _last_kept(self) -> dict[str, object]:
@@ -303,7 +300,7 @@ class RecordedRunner(ModelRunner):
         slots, source = tensors.slots, tensors.source
         return PassKind(
             runs=request.runs,
-            base=self._base_of(request),
+            base=self._runs_alone if request.headless else None,
             rows=request.tokens.shape[0],
             width=request.width,
             embedded=request.tokens.is_floating_point(),

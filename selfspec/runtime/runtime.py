@@ -133,20 +133,15 @@ def equal(given: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 def close(given: tuple[Tensor, ...], expected: tuple[Tensor, ...], most: float | None = None) -> bool:
     """Return whether two passes agree up to an error of `most` times the norm; None: to half of their digits."""
-    return len(given) == len(expected) and all(
-        _is_close(one, other, most) for one, other in zip(given, expected, strict=True)
-    )
 
-
-def _is_close(given: Tensor, expected: Tensor, most: float | None) -> bool:
-    if given.shape != expected.shape or given.dtype != expected.dtype:
-        return False
-    finite = expected.isfinite()
-    if not torch.equal(given.isfinite(), finite):
-        return False
-    zero = torch.zeros((), dtype=torch.float64, device=given.device)
-    error, size = (torch.where(finite, each.double(), zero).norm() for each in (given - expected, expected))
-    if most is None:
+    def is_close(one: Tensor, other: Tensor) -> bool:
+        finite = other.isfinite()
+        if one.shape != other.shape or one.dtype != other.dtype or not torch.equal(one.isfinite(), finite):
+            return False
+        zero = torch.zeros((), dtype=torch.float64, device=one.device)
+        error, size = (torch.where(finite, each.double(), zero).norm() for each in (one - other, other))
         # Many models compute norms in float32 in any dtype.
-        most = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32)) ** 0.5
-    return bool(error <= most * size)
+        half = max(torch.finfo(dtype).eps for dtype in (other.dtype, torch.float32)) ** 0.5
+        return bool(error <= (half if most is None else most) * size)
+
+    return len(given) == len(expected) and all(map(is_close, given, expected))

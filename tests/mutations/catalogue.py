@@ -477,7 +477,8 @@ CATALOGUE = (
     Mutation("a program compared over one number of slots runs over all", "_Candidate.serves",
         "self.lengths.count(length)", "len(self.lengths)",
         ("test_passes_that_always_see_as_many_slots_are_compared_a_few_times_and_for_no_other_number",)),
-    Mutation("a program is trusted whatever it gives", "_is_close", "bool(error <= most * size)", "True",
+    Mutation("a program is trusted whatever it gives", "close",
+        "bool(error <= (half if most is None else most) * size)", "True",
         ("test_rounding_is_distinguished_from_all_else",)),
     # Processors and criteria with memory.
     Mutation("processors with memory are asked for whole blocks", "is_stateless",
