@@ -2,63 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 from selfspec.errors import CheckpointError
 
-# How the first held-out files of httpx and flask (both BSD-3-Clause), pytest and attrs (both MIT) begin.
-_HTTPX = """from __future__ import annotations
-
-import typing
-
-import httpcore
-import pytest
-
-import httpx
-
-if typing.TYPE_CHECKING:  # pragma: no cover
-    from conftest import TestServer
-
-
-def test_httpcore_all_exceptions_mapped() -> None:
-"""
-_FLASK = '''import sqlite3
-from datetime import datetime
-
-import click
-from flask import current_app
-from flask import g
-
-
-def get_db():
-    """Connect to the application's configured database.'''
-_PYTEST = """from __future__ import annotations
-
-from dataclasses import dataclass
-from dataclasses import field
-
-
-def test_dataclasses() -> None:
-"""
-_ATTRS = '''# SPDX-License-Identifier: MIT
-
-import pytest
-
-import attr
-
-
-class TestPatternMatching:
-    """
-    Pattern matching syntax test cases.
-    """
-'''
-
 DEMO = "demo"
 """Name of the embedded model in commands and studies."""
 
-PROMPTS = (_HTTPX, _FLASK, _PYTEST, _ATTRS)
-"""Beginnings of Python files that the model was not trained on."""
+PROMPTS = tuple(json.loads(line)["text"] for line in Path(__file__).with_name("demo.jsonl").open("rb"))
+"""Beginnings of Python files that the model was not trained on: the first held-out ones of four projects."""
 
 
 def checkpoint_folder() -> Path:
