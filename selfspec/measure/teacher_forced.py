@@ -337,16 +337,14 @@ def teacher_forced_figures(
         UnsupportedModelError: this architecture cannot be read so.
     """
     found: list[dict[int, TeacherForcedFigures]] = [{} for _ in paths]
-    checked = False
-    for numbers in _read_together(texts, reach):
+    for turn, numbers in enumerate(_read_together(texts, reach)):
         some = [texts[number] for number in numbers]
         # What is to the right of a text changes nothing of it.
         ids = pad_sequence([each.ids[0] for each in some], batch_first=True)
         first = some[0].prompt
         text = TeacherForcedText(views, ids, first, reach)
-        if not checked:
+        if not turn:
             text.check()
-            checked = True
         judge = _Judge(text.logits, ids[:, first:], temperature)
         for path, logits in readings(text, paths):
             figures = judge.figures(logits)
