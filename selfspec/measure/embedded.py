@@ -11,7 +11,7 @@ from selfspec.errors import CheckpointError
 DEMO = "demo"
 """Name of the embedded model in commands and studies."""
 
-PROMPTS = tuple(json.loads(line)["text"] for line in Path(__file__).with_name("demo.jsonl").open("rb"))
+PROMPTS = tuple(json.loads(line)["text"] for line in Path(__file__).with_name("demo.jsonl").read_bytes().splitlines())
 """Beginnings of Python files that the model was not trained on: the first held-out ones of four projects."""
 
 

@@ -220,11 +220,10 @@ class Lowering:
         fits = value.layout.dtype == torch.float32 or value.storage.is_temporary
         return value if fits and value.layout.is_contiguous() else self._copied(value)
 
-    def _rows(self, value: Value, inner: int = 1) -> Value:
-        """Return the value in float32, with the numbers of its last dimensions side by side."""
-        strides, sizes = value.layout.stride(), value.layout.shape
-        dense = all(strides[-place] == math.prod(sizes[len(sizes) - place + 1 :]) for place in range(1, inner + 1))
-        return value if dense and value.layout.dtype == torch.float32 else self._copied(value)
+    def _rows(self, value: Value) -> Value:
+        """Return the value in float32, with the numbers of its last dimension side by side."""
+        fits = value.layout.stride(-1) == 1 and value.layout.dtype == torch.float32
+        return value if fits else self._copied(value)
 
     def _result(self, value: Value, argument: int) -> torch.Size:
         storage, layout = value.storage, value.layout
@@ -327,8 +326,7 @@ class Lowering:
         weight, parts = self._of_packed(of_weight, of_parts)
         named = zip(("factors", "bias"), of_held, strict=True)
         held = {name: self._value(each) for name, each in named if each is not None}
-        outputs = weight.layout.shape[0]
-        return self._multiplied(self._value(of_states), weight, number, outputs, held, parts, setting)
+        return self._multiplied(self._value(of_states), weight, number, held, parts, setting)
 
     def _of_packed(self, of_weight: Any, of_parts: Any) -> tuple[Value, list[Place]]:
         """Return the first part of a packed weight, and where the others are: each is read as it lies."""
@@ -345,21 +343,20 @@ class Lowering:
         by_rows = weight.layout.t().is_contiguous()
         if not by_rows and (not weight.layout.is_contiguous() or weight.layout.dtype != torch.float32):
             raise RecordingError("programs read weights in the order of memory, and in 16 bits row by row")
-        layout = NUMBERS[weight.layout.dtype] if by_rows else FLOAT_COLUMNS
-        return self._multiplied(states, weight, layout, weight.layout.shape[1], {"bias": bias[0]} if bias else {})
+        layout, turned = NUMBERS[weight.layout.dtype] if by_rows else FLOAT_COLUMNS, weight.layout.t()
+        return self._multiplied(states, Value(weight.storage, turned), layout, {"bias": bias[0]} if bias else {})
 
     def _multiplied(
         self,
-        states: Value,
+        of: Value,
         weight: Value,
         layout: int,
-        outputs: int,
         held: Mapping[str, Value],
         parts: Sequence[Place] = (),
         setting: int = 0,
     ) -> Value:
-        """Multiply with a weight that lies as `program.cpp` knows by the number `layout`."""
-        states = self._contiguous(states)
+        """Multiply with a weight, `[out, ...]`, that lies as `program.cpp` knows by the number `layout`."""
+        states, outputs = self._contiguous(of), weight.layout.shape[0]
         *shape, inputs = states.layout.shape
         result = self._new([*shape, outputs])
         rows = math.prod(shape)
