@@ -77,8 +77,7 @@ class Rule(Protocol):
 def rules() -> Mapping[str, Rule]:
     """Return every rule by name, this package's first; names of its rules that are not lossless begin with `relaxed-`.
 
-    Raises:
-        UnsupportedOptionError: a package declares a name that is taken, or names a class that is no rule.
+    UnsupportedOptionError: a package declares a name that is taken, or names a class that is no rule.
     """
     found: dict[str, Rule] = {each.name: each for each in _OWN}
     for point in entry_points(group=GROUP):
@@ -91,8 +90,7 @@ def rules() -> Mapping[str, Rule]:
 def find_rule(accept: str | Rule) -> Rule:
     """Return the rule with a name or a `module:Class`; return a rule as it is.
 
-    Raises:
-        UnsupportedOptionError: no rule has that name, the class is no rule, or it has no such fields.
+    UnsupportedOptionError: no rule has that name, the class is no rule, or it has no such fields.
     """
     listed = ", ".join(rules())
     if not isinstance(accept, str):

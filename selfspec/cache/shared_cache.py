@@ -284,16 +284,14 @@ class SharedCache(Cache):
             for row in rows:
                 layer.scrub(row)
 
-    def prefill_widths(self, lengths: Sequence[int], most: int | None = None) -> list[int]:
-        """Return how many tokens each pass of the prefill reads, at most `most`: all at once if no layer has states.
+    def prefill_width(self, unread: Sequence[int], most: int | None = None) -> int:
+        """Return how many tokens the next pass of the prefill reads, at most `most`: all if no layer has states.
 
         Recurrent layers would take tokens past a row's end into their states: they first read the tokens that all rows
         have, then a few at a time, since each leaves a copy.
         """
-        longest, shortest = max(lengths), min(lengths)
-        if self.rolls_back_by_cursor:
-            return _widths(longest, most or longest)
-        return [*_widths(shortest, most or shortest), *_widths(longest - shortest, min(_STEPS, most or _STEPS))]
+        at_once = (max if self.rolls_back_by_cursor else min)(unread)
+        return min(at_once, most or at_once) if at_once else min(max(unread), _STEPS, most or _STEPS)
 
     @property
     def for_model(self) -> Cache:
@@ -369,11 +367,6 @@ class SharedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass over `query_length` tokens looks at, and the first of them."""
         return self.cursors.visible(query_length, self.cursors.first), 0
-
-
-def _widths(tokens: int, most: int) -> list[int]:
-    """Split tokens into runs of at most `most`."""
-    return [min(most, tokens - start) for start in range(0, tokens, max(most, 1))]
 
 
 def recurrent_layers(config: PreTrainedConfig) -> dict[int, LinearAttentionCacheLayerMixin]:

@@ -323,20 +323,14 @@ def mapped(snapshot: Snapshot, change: Callable[[Tensor], Tensor]) -> Snapshot:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node.
-
-    Attributes:
-        settled: the state after all committed tokens; empty before the first.
-        state_bytes: the most bytes that snapshots have taken so far.
-    """
+    """Holds the states of one layer: the working state of `transformers`, and one snapshot for each node."""
 
     def __init__(self, cursors: Cursors, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
         self._cursors = cursors
-        self.settled: Snapshot = {}
-        # After each node of the open block that was read.
-        self._after: dict[int, Snapshot] = {}
-        self.state_bytes = 0
+        self.settled: Snapshot = {}  # the state after all committed tokens; empty before the first
+        self._after: dict[int, Snapshot] = {}  # after each node of the open block that was read
+        self.state_bytes = 0  # the most bytes that snapshots have taken so far
 
     def enter(self, node: int) -> None:
         """Make a copy of the parent's state the working state, which the pass may overwrite."""
@@ -360,8 +354,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def take_states(self, other: RecurrentLayer, row: int) -> None:
         """Copy the states of one row of another cache's layer into the only row here."""
-        if other.settled:
-            self.settled = mapped(other.settled, lambda state: state[row : row + 1].clone())
+        self.settled = mapped(other.settled, lambda state: state[row : row + 1].clone())
 
     def settle(self, nodes: Sequence[int | None]) -> None:
         """Commit each row's state after its node, if any, and drop all others. KeyError: no pass has read a node."""

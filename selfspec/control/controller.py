@@ -31,13 +31,10 @@ class Controller(DraftController):
     """Decides for one generation. This base class lets every draft take all it may; subclasses override decisions.
 
     Costs of a round are estimates; None: the costs of a draft are not known.
-
-    Attributes:
-        most: largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding.
     """
 
     def __init__(self, most: Budget, costs: Costs | None = None) -> None:
-        self.most = most
+        self.most = most  # largest budget that it gives; the cache keeps slots for its nodes. Depth 0: plain decoding
         self._assumed = costs
         self._gains: dict[int, LossBudget] = {}
         self._unfinished: Sequence[bool] = ()
@@ -94,12 +91,9 @@ class Controller(DraftController):
 
 
 class Control(ABC):
-    """Chooses draft lengths; it is configuration.
+    """Chooses draft lengths; it is configuration."""
 
-    Attributes:
-        yields_to_load: True if measured times may stop drafts where rows come and go: see `selfspec.serve.by_load`.
-    """
-
+    # True if measured times may stop drafts where rows come and go: see `selfspec.serve.by_load`.
     yields_to_load = False
 
     @abstractmethod

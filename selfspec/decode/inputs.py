@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -288,12 +288,6 @@ def _parts(value: Any) -> Iterator[Tensor | None]:
 
 # The names that decoder-only models have for these inputs.
 _OF_DECODER = {"decoder_attention_mask": "attention_mask", "decoder_position_ids": "position_ids"}
-
-
-def first_of(options: Mapping[str, Any], names: Sequence[str]) -> Tensor | None:
-    """Return the first of the named options, or the first tensor of an encoder output; None: there is none."""
-    given = next((options[name] for name in names if options.get(name) is not None), None)
-    return given if given is None or isinstance(given, Tensor) else given[0]
 
 
 def decoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -239,14 +239,9 @@ def lockstep_limit(batch: Batch, draft: Draft, runs: Sequence[Sequence[int]]) ->
     `runs` are each unfinished row's accepted tokens and the target's token after them. An empty run, of logits that are
     not finite, holds up other rows only if lockstep is needed.
 
-    Lockstep leaves the output exact. Let T be the number of tokens that the rule lets a row commit, and M the number
-    that the other rows allow. Given T > k after k tokens, the next token is distributed as p: over all T it is, and
-    given T <= k it is drawn again in the next round. M depends on other drafts and draws, not on that token, so the
-    same holds given M > k. Rows share their draft length, which may depend on this row's draft tokens, but M does not:
-    under the rules here the chance that k tokens of a draft are accepted does not depend on how it continues. Dropping
-    tokens for their values, or for how many their own row accepted, would bias the output.
-
-    tests/accept/test_lossless_rules.py proves this in closed form, tests/decode/test_lockstep.py by samples.
+    Lockstep leaves the output exact, as docs/exactness.md proves, tests/accept/test_lossless_rules.py in closed form,
+    and tests/decode/test_lockstep.py by samples. Dropping tokens for their values, or for how many their own row
+    accepted, would bias the output.
     """
     whole = draft.length + 1
     if not batch.in_lockstep:

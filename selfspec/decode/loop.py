@@ -238,7 +238,7 @@ class Prefill:
         batch, start = self.batch, self._read
         width = self.tokens.shape[1]
         if not self._at_once:
-            width = batch.cache.prefill_widths([max(count - start, 0) for count in self._counts], most)[0]
+            width = batch.cache.prefill_width([max(count - start, 0) for count in self._counts], most)
         counts = [min(max(count - start, 0), width) for count in self._counts]
         features = batch.runner.prefill(self.tokens[:, start : start + width], counts, batch.taps)
         for proposer in batch.proposers.values():

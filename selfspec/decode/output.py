@@ -258,10 +258,13 @@ class ScoreRecord:
 
     def padded(self, lengths: Sequence[int]) -> tuple[Tensor, ...]:
         """Return one tensor for each new token of the longest row, of rows with `lengths` new tokens."""
-        return tuple(
-            self._with_padding(step, [row for row, length in enumerate(lengths) if length <= index])
-            for index, step in enumerate(self._steps[: max(lengths)])
-        )
+        steps = self._steps[: max(lengths)]
+        for index, step in enumerate(steps):
+            if ended := [row for row, length in enumerate(lengths) if length <= index]:
+                steps[index] = step.clone()
+                steps[index][ended] = -torch.inf
+                steps[index][ended, self._pad : self._pad + 1] = 0.0
+        return tuple(steps)
 
     def keep(self, values: Tensor, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Keep committed tokens' values, from `[rows, places, vocab]` of the running rows, numbered `rows`.
@@ -274,15 +277,6 @@ class ScoreRecord:
         for index, row in enumerate(rows):
             for place in range(counts[row]):
                 self._steps[starts[row] + place][row] = values[index, place]
-
-    def _with_padding(self, step: Tensor, rows: list[int]) -> Tensor:
-        if not rows:
-            return step
-        padding = torch.full_like(step[0], -torch.inf)
-        padding[self._pad : self._pad + 1] = 0.0
-        step = step.clone()
-        step[rows] = padding
-        return step
 
 
 @dataclass(frozen=True)

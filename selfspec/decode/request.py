@@ -38,7 +38,6 @@ from selfspec.decode.inputs import (
     checked_mask,
     decoder_inputs,
     first_inputs,
-    first_of,
     moves_positions,
     read_by_stock,
     read_source,
@@ -141,7 +140,10 @@ def read_request(
     read = input_ids if embeddings is None or encodes else checked_embeddings(model, embeddings)
     options = dict(options)
     if encodes and read is None:
-        read = first_of(options, (model.main_input_name, "inputs_embeds", "encoder_outputs"))
+        names = (model.main_input_name, "inputs_embeds", "encoder_outputs")
+        read = next((options[name] for name in names if options.get(name) is not None), None)
+        # Of an encoder's output, take its states.
+        read = read if read is None or isinstance(read, Tensor) else read[0]
     if read is None:
         raise PromptError("no prompt: pass input_ids, a LongTensor of shape [batch, prompt]")
     past = _taken_cache(options)

@@ -90,14 +90,11 @@ class Resume:
     """Holds the exact part of a draft's work, which the target does not repeat.
 
     The shared cache holds exact keys and values of all sublayers before `start`, for every token the draft ran.
-
-    Attributes:
-        start: the first sublayer that is not exact; verification resumes there.
-        states: inputs of that sublayer, `[batch, read, hidden]`, for the last committed token and the first nodes of
-            the tree. The last token of a chain is missing: no draft step reads it.
     """
 
-    start: Sublayer
+    start: Sublayer  # the first sublayer that is not exact; verification resumes there
+    # Inputs of that sublayer, `[batch, read, hidden]`, for the last committed token and the first nodes of the tree.
+    # The last token of a chain is missing: no draft step reads it.
     states: ExactStates
 
     @property

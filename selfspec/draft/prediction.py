@@ -40,14 +40,10 @@ class Prediction:
     the next one behind the place where it left, else the nearest before it. Edits go on in the order of the text, and
     code repeats itself. After a draft that did not pay, more tokens must agree before the next one. Rows keep their
     predictions when they join or leave a batch.
-
-    Attributes:
-        accepted: draft tokens out of the prediction that were committed.
-        rejected: draft tokens out of the prediction that were rejected.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.accepted = self.rejected = 0
+        self.accepted = self.rejected = 0  # draft tokens out of the prediction that were committed, and rejected
         self._matched = self._needed = 0  # tokens before the place that agree, and that have to for a draft
         self._tokens = np.asarray(tokens, dtype=np.int64)
         self._place: int | None = 0

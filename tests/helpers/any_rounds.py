@@ -106,7 +106,8 @@ class AnyRounds(RuleBasedStateMachine):
             return
         self.cache.cursors.reserve(max(lengths) + 1)
         prompts, start = self._tokens(max(lengths)), 0
-        for width in self.cache.prefill_widths(lengths):
+        while start < max(lengths):
+            width = self.cache.prefill_width([max(length - start, 0) for length in lengths])
             counts = [min(max(length - start, 0), width) for length in lengths]
             with torch.no_grad():
                 self.runner.prefill(prompts[:, start : start + width], counts)
