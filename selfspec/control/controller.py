@@ -8,7 +8,7 @@ seed gives the same tokens again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selfspec.arguments import is_whole, shown
@@ -52,7 +52,9 @@ class Controller(DraftController):
         return True
 
     def prefers(self, match: int, behind: Sequence[int]) -> bool:
-        return match == PREDICTED or self._gain(match).promises_more(map(self._gain, behind))
+        # A source on trial is preferred, too.
+        gain = self._gain(match)
+        return match == PREDICTED or gain.is_new or gain.rate >= max([1.0, *(self._gain(each).rate for each in behind)])
 
     def round_cost(self, steps: int, nodes: int) -> float:
         return 1.0
@@ -179,10 +181,6 @@ class LossBudget:
     def is_new(self) -> bool:
         """True if the rounds are too few to judge by."""
         return self.rounds < self._TRIALS
-
-    def promises_more(self, behind: Iterable[LossBudget]) -> bool:
-        """Return whether this source promises more than the sources behind it, or is still on trial."""
-        return self.is_new or self.rate >= max([1.0, *(source.rate for source in behind)])
 
     def count(self, tokens: float, cost: float) -> None:
         """Count a round: the tokens that a row committed, and its cost in plain steps."""

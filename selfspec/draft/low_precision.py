@@ -58,8 +58,10 @@ class LowPrecision(LayerPathDrafter):
         *,
         format: Format | None = None,
     ) -> None:
+        if format is None and (type(bits) is not int or bits not in (4, 8)):
+            raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
         values = {
-            "format": format or _of_bits(bits),
+            "format": format or formats()[f"int{bits}"](),
             "layers": None if layers is None else layer_numbers("layers", layers),
             "fewer": fewer,
             "head_too": head,
@@ -145,9 +147,3 @@ class LowPrecision(LayerPathDrafter):
                 "with PromptLookup() or an exit, or load the checkpoint that it was quantised from"
             )
         raise no_substitutes(model, self.format)
-
-
-def _of_bits(bits: object) -> Format:
-    if type(bits) is not int or bits not in (4, 8):
-        raise DraftConfigError(f"bits={bits!r}: there are kernels for 8 and 4 bits")
-    return formats()[f"int{bits}"]()

@@ -74,11 +74,8 @@ class LayersFromFolder(FromFolder, HeadDrafter):
         known = shapes.get("embed_tokens.weight", (known,))[0]
         if config.mask is not None and config.mask >= known:
             raise self.foreign(f"it masks with token {config.mask}, and this model knows {known}")
-        self._check_tokens(vocabulary_size(model))
-
-    def _check_tokens(self, size: int) -> None:
-        """Refuse a model whose `size` tokens are not those that the head drafts from."""
-        shapes = self._shapes
+        # Its tokens must be those that the head drafts from.
+        size = vocabulary_size(model)
         head = shapes.get("lm_head.weight", (size,))[0]
         if "d2t" in shapes and shapes["d2t"] != (head,):
             raise HeadError(f"{self.source} maps {shapes['d2t'][0]} tokens, and its head has {head}")
