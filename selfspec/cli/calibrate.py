@@ -83,6 +83,7 @@ def calibrate(
     from selfspec.tools.calibrate.calibration import calibrate as run
     from selfspec.tools.calibrate.candidates import considered
     from selfspec.tools.lab.arms import prompt_writer
+    from selfspec.tools.lab.runs import Runs
 
     # The embedded model writes nothing but code.
     usual = built_in if model.is_demo else beginnings
@@ -93,6 +94,8 @@ def calibrate(
         check_output_folder(profiles.folder())
     else:
         check_output_file(to)
+    # Refuses a folder of something else.
+    Runs(keep)
     checkpoint = model.load()
     check_reads_text(checkpoint.model)
     writer, device = prompt_writer(checkpoint, chat, measurements.max_new_tokens), checkpoint.model.device

@@ -40,13 +40,14 @@ def export(
     from selfspec.measure.checkpoint import load_checkpoint
     from selfspec.measure.prompts import check_reads_text
     from selfspec.model.checkpoint import read_config
-    from selfspec.tools.export import export_checkpoint
+    from selfspec.tools.export import check_place, export_checkpoint
 
     drafter = read_draft(draft)
     if not isinstance(drafter, Drafter | None):
         raise DraftConfigError(
             f"--draft {draft} is a choice among drafts; export the one that selfspec calibrate chose"
         )
+    check_place(to)
     prepare_process(threads)
     place = model_place(model)
     read_config(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -184,12 +185,18 @@ def load_within(
 
 
 def prepare_process(threads: int | None) -> None:
-    """Quiet `transformers`, and set the number of threads."""
+    """Quiet `transformers`, and set the number of threads.
+
+    Raises:
+        UnsupportedOptionError: there are more than cores, where each waits for all others.
+    """
     import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     if threads is not None:
+        if threads > (cores := os.cpu_count() or threads):
+            raise UnsupportedOptionError(f"--threads {threads}: this machine has {cores} cores; give at most as many")
         torch.set_num_threads(threads)
 
 

@@ -89,8 +89,7 @@ def export_checkpoint(
     layers = layers_of(drafter, model, found)
     assert isinstance(drafter, LayerPathDrafter)
     name = draft_name(drafter)
-    check_new(place, "choose another place")
-    check_output_folder(place)
+    check_place(place)
     with whole_folder(place) as folder:
         cut = cut_model(model, found, layers)
         with without_progress_bar():
@@ -214,6 +213,12 @@ def _cut_state(model: nn.Module, prefix: str, layers: Sequence[int]) -> dict[str
             kept = f"{prefix}.{numbers[int(layer)]}.{inside}"
         state[kept] = whole(weight).detach()
     return state
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a folder that is there already, or cannot be written: StorageError."""
+    check_new(folder, "choose another place")
+    check_output_folder(folder)
 
 
 def layers_of(drafter: Drafter | None, model: PreTrainedModel, adapter: Adapter) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ COMMANDS = {
         "--max-new-tokens ten": "--max-new-tokens",
         "--device cuda:99": "choose cpu",
         "--threads 0": "--threads",
+        "--threads 9999": "give at most as many",
         "--repetition-penalty 0": "repetition_penalty=0.0 is not valid",
         "--no-repeat-ngram-size -1": "--no-repeat-ngram-size",
         "--stop-string ''": "stop_strings=[''] is not valid",
@@ -214,7 +215,7 @@ pytest.importorskip("pandas")
 # What writes a folder, and what writes a file.
 FOLDERS = [
     *(f"train {recipe} {{model}} --text {{text}}" for recipe in ("layerskip", "exit", "head")),
-    *("bench {model}", "ablate --model {model}"),
+    *("bench {model}", "ablate --model {model}", "export {model} --draft exit:1"),
 ]
 FILES = [
     *("train vocabulary {model} --text {text} --size 8", "calibrate {model}", "search {model}"),
@@ -234,6 +235,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the model was loaded before the output was checked")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr("selfspec.measure.checkpoint.load_whole", load)
 
 
 def _refused(ending: Ending) -> None:
@@ -261,6 +263,9 @@ def test_further_places_are_checked_too(
     invoke: Invoke, folder: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ending = invoke("search", folder, "--to", str(tmp_path / "skip.json"), "--keep", str(text))
+    assert ending.status == 2
+    assert "is a file; give a folder" in ending.stderr
+    ending = invoke("calibrate", folder, "--keep", str(text))
     assert ending.status == 2
     assert "is a file; give a folder" in ending.stderr
     monkeypatch.setenv(VARIABLE, str(text / "profiles"))
