@@ -32,16 +32,18 @@ def inspect(
         from selfspec.measure.summary import describe
         from selfspec.model.checkpoint import read_config
         from selfspec.model.registry import mtp_layout
+        from selfspec.model.sizes import context_of
         from selfspec.placement.packed import device_of, format_of_weights
         from selfspec.placement.place import plan_checkpoint
         from selfspec.placement.weight_source import source_for
         from selfspec.placement.whole import survey_whole
-        from selfspec.tools.prospects import CONTEXT, CheckpointSummary, prospects
+        from selfspec.tools.prospects import CheckpointSummary, counted_tokens, prospects
 
         prepare_process(threads=None)
         config, format = read_config(place), format_of_weights(place, weights)
         source = source_for(device_of(format, None))
-        surveyed = survey_whole(place, None, CONTEXT, source, format)
+        tokens = counted_tokens(context_of(config.get_text_config(decoder=True)))
+        surveyed = survey_whole(place, None, tokens, source, format)
         summary = describe(surveyed.skeleton.model)
         here = prospects(model, place, surveyed, summary, format)
         planned = None
@@ -61,6 +63,7 @@ def inspect(
 
 def _overview(found: CheckpointSummary) -> dict[str, str]:
     from selfspec.placement.plan import shown_bytes
+    from selfspec.tools.prospects import counted_tokens
 
     cache, context, here = found.cache, found.context or "unlimited", found.here
     pairs = {(part.attribute, part.module) for layer in found.layers for part in (layer.attention, layer.mlp)}
@@ -76,7 +79,7 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
         "KV cache": keys,
         **(states if cache.recurrent_layers else {}),
         "memory": f"{shown_bytes(found.total.bytes)} of weights{there}: {'fits' if here.fits else 'does not fit'}",
-        "at its peak": f"{shown_bytes(sum(here.account.values()))} with 4,096 tokens: "
+        "at its peak": f"{shown_bytes(sum(here.account.values()))} with {counted_tokens(found.context):,} tokens: "
         + ", ".join(f"{shown_bytes(size)} {what}" for what, size in here.account.items()),
         **({} if here.packed is None else {here.weights or "planes": _in_fewer(found, here.packed)}),
         **({} if here.unread is None else {"quantised": f"as its library loads it: no kernel reads {here.unread}"}),

@@ -26,8 +26,13 @@ from selfspec.placement.stored import StoredTensor, stored_tensors
 from selfspec.placement.survey import Survey
 from selfspec.placement.whole import budget_within, hold_packed, load_whole
 
-CONTEXT = 4096
-"""Tokens that the account is of."""
+_TOKENS = 4096
+
+
+def counted_tokens(context: int | None) -> int:
+    """Return how many tokens an account of memory is of: 4,096, and no more than the model was made for."""
+    return _TOKENS if context is None else min(context, _TOKENS)
+
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class CheckpointProspects:
     Attributes:
         device: that commands take by themselves.
         memory: of it, in bytes; null: the system does not tell.
-        account: bytes at the peak of a text of 4,096 tokens, by what they are for.
+        account: bytes at the peak of a text of `counted_tokens`, by what they are for.
         fits: whether the memory holds their sum.
         greedy: how `auto` decodes greedily.
         sampled: how it samples.
@@ -94,7 +99,7 @@ class CheckpointSummary(ModelSummary):
 def prospects(
     name: str, place: str, surveyed: Survey, summary: ModelSummary, format: Format | None = None
 ) -> CheckpointProspects:
-    """Say what a checkpoint can do on this machine. Its survey is for `CONTEXT` tokens; a profile may need its weights.
+    """Say what a checkpoint can do on this machine. Its survey is of `counted_tokens`; a profile may need its weights.
 
     With a format the survey's model holds packed weights.
     """

@@ -185,10 +185,11 @@ def test_weights_in_planes_are_looked_at_as_they_are_loaded(invoke: Invoke, said
 
 
 def test_a_checkpoint_alone_is_looked_at(invoke: Invoke, folder: str) -> None:
+    shown = [invoke(*each).stdout for each in ((folder,), ("inspect", folder))]
+    # As many tokens as the model was made for.
+    assert "with 512 tokens" in " ".join(shown[0].split())
     # The process grows meanwhile.
-    both = [
-        re.sub("(?s)at its peak.*to work with", "", invoke(*each).stdout) for each in ((folder,), ("inspect", folder))
-    ]
+    both = [re.sub("(?s)at its peak.*to work with", "", each) for each in shown]
     assert both[0] == both[1]
     said = " ".join(both[0].split())
     assert "auto drafts with lookup+int8: about" in said
