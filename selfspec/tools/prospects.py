@@ -34,7 +34,6 @@ def counted_tokens(context: int | None) -> int:
     return _TOKENS if context is None else min(context, _TOKENS)
 
 
-
 @dataclass(frozen=True)
 class Gain:
     """What `auto` drafts with, and its speed-up over plain decoding.
