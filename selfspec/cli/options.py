@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_a
 import typer
 from typer.models import OptionInfo
 
-from selfspec.cli.outcome import print_json
+from selfspec.cli.outcome import Result, print_json
 from selfspec.errors import CheckpointError, DraftConfigError, PromptError, SelfSpecError, UnsupportedOptionError
 from selfspec.measure.embedded import DEMO, model_place
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from transformers import PreTrainedTokenizerBase
 
     from selfspec.api import SelfSpeculative
@@ -220,7 +219,7 @@ def read_draft(text: str) -> Drafter | Profile | str | None:
         raise DraftConfigError(re.sub("^draft ", "--draft ", str(error))) from error
 
 
-def grouped(command: Callable[..., DataclassInstance | None]) -> Callable[..., None]:
+def grouped(command: Callable[..., Result | None]) -> Callable[..., None]:
     """Turn a command's dataclasses into options, and print what it returns.
 
     Each field becomes an option of its name, in a panel of the help that the first line of the dataclass's docstring

@@ -6,21 +6,24 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import typer
 
 from selfspec.errors import NonFiniteLogitsError, SelfSpecError, StorageError
 from selfspec.measure.embedded import DEMO
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+
+
+class Result(Protocol):
+    """What a command returns: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
 class FailedCheckError(Exception):
@@ -30,7 +33,7 @@ class FailedCheckError(Exception):
 class FailedRunError(Exception):
     """A run that failed or was interrupted after it had a result."""
 
-    def __init__(self, cause: BaseException, result: DataclassInstance) -> None:
+    def __init__(self, cause: BaseException, result: Result) -> None:
         super().__init__(str(cause))
         self.cause = cause
         self.result = result
@@ -56,7 +59,7 @@ class Failure:
     message: str
 
 
-def print_json(result: DataclassInstance | None, failure: Failure | None = None) -> None:
+def print_json(result: Result | None, failure: Failure | None = None) -> None:
     """Print a result as one JSON object on one line, which says the version of its schema, and of what made it.
 
     A field whose default is None is left out where it is None.

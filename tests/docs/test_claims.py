@@ -60,7 +60,7 @@ def whole_calls(folder: str, arm: str) -> list[Estimate]:
         if "whole calls" in cells:
             column = cells.index("whole calls")
         elif column and cells[1:2] == [arm] and (cell := re.match(r"([\d.]+) \(([\d.]+)-([\d.]+)\)", cells[column])):
-            found.append(Estimate(*map(float, cell.groups())))
+            found.append(read(cell))
         column = column if line.startswith("|") else 0
     return found
 
@@ -73,6 +73,11 @@ def ends_of(estimates: list[Estimate]) -> list[Estimate]:
 
 def stored(found: Any) -> Estimate:
     return Estimate(found["value"], found["low"], found["high"])
+
+
+def read(figure: re.Match[str]) -> Estimate:
+    value, low, high = map(float, figure.groups())
+    return Estimate(value, low, high)
 
 
 def single(value: float) -> Estimate:
@@ -89,7 +94,7 @@ def streaming() -> list[Estimate]:
     page = (RESULTS / "streaming.md").read_text()
     found = re.findall(r"## [\d.]+GiB, temperature 0\.8.*?\n\n.*?(?=\n## |\Z)", page, re.DOTALL)
     rows = [re.search(r"default drafts \|.*?\|.*?\| ([\d.]+) \(([\d.]+)-([\d.]+)\) \|", each) for each in found]
-    return [Estimate(*map(float, row.groups())) for row in rows if row]
+    return [read(row) for row in rows if row]
 
 
 def device_speed() -> list[Estimate]:
