@@ -763,5 +763,10 @@ CATALOGUE = (
         "ended == [(_NAME, _ARGUMENTS)]", "True", ("test_calls_of_published_shapes", "test_formats")),
     Mutation("a message is taken for read where a template writes anything", "TemplateSource._reading",
         '_SAID in (text or "").lower()', "text is not None", ("test_call_formats.py",)),
+    # Before work starts, and pictures.
+    Mutation("panels end where the first one does", "plot",
+        "axes.label_outer()", "axes.label_outer(); _baseline(axes, x, y)", ("test_panels_show_all_their_points",)),
+    Mutation("a draft is cut out before its place is looked at", "export",
+        "check_place(to)", "None", ("test_a_place_that_cannot_be_written_is_refused_before_a_model_is_loaded",)),
 )
 # fmt: on
