@@ -195,6 +195,8 @@ def test_json_names_the_kind(invoke: Invoke, folder: str, tmp_path: Path, typed:
         "train head --text {tmp}/text --to {tmp}/new",
         "bench --to {tmp}/new",
         "export --draft exit:1 --to {tmp}/new",
+        "ablate --draft exits --to {tmp}/new --model",
+        "search --to {tmp}/new",
     ],
 )
 def test_a_model_with_an_encoder_is_refused_where_decoders_read_texts(

@@ -21,7 +21,7 @@ from selfspec.architecture import Adapter
 from selfspec.errors import StudyError
 from selfspec.measure.checkpoint import load_checkpoint
 from selfspec.measure.embedded import DEMO, model_place
-from selfspec.measure.prompts import read_workloads
+from selfspec.measure.prompts import check_reads_text, read_workloads
 from selfspec.measure.stock import Continuation, continued
 from selfspec.measure.teacher_forced import LayerViews
 from selfspec.model.checkpoint import DtypeName, read_config
@@ -184,6 +184,7 @@ def load(name: str, study: Study, device: str) -> StudiedModel:
     """Load a model of a study and its prompts; a PromptError: there is no chat template, or no room in the context."""
     checkpoint = load_checkpoint(model_place(name), study.dtype, device)
     model, workloads = checkpoint.model, read_workloads(study.workloads)
+    check_reads_text(model)
     cells = [Cell(each, 0.0, 1, study.prompt_tokens, study.max_new_tokens, study.chat) for each in workloads]
     made = with_prompts(cells, workloads, study.texts, checkpoint)
     prompts = {cell.workload: [call.ids for call in calls] for cell, calls in made.items()}
