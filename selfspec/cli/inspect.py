@@ -53,7 +53,7 @@ def inspect(
     modules = None if layout is None else layout.promised(config.get_text_config(decoder=True)) or None
     found = CheckpointSummary(**vars(summary), checkpoint=model, here=here, mtp=modules, plan=plan)
     if output == "text":
-        console().print(facts_table(_overview(found)), soft_wrap=True)
+        console().print(facts_table(_overview(found, tokens)), soft_wrap=True)
         if planned is not None:
             known = planned.survey
             title = f"Within {budget.memory} on {known.source.device}, for {known.context:,} tokens of context"
@@ -61,9 +61,8 @@ def inspect(
     return found
 
 
-def _overview(found: CheckpointSummary) -> dict[str, str]:
+def _overview(found: CheckpointSummary, tokens: int) -> dict[str, str]:
     from selfspec.placement.plan import shown_bytes
-    from selfspec.tools.prospects import counted_tokens
 
     cache, context, here = found.cache, found.context or "unlimited", found.here
     pairs = {(part.attribute, part.module) for layer in found.layers for part in (layer.attention, layer.mlp)}
@@ -79,7 +78,7 @@ def _overview(found: CheckpointSummary) -> dict[str, str]:
         "KV cache": keys,
         **(states if cache.recurrent_layers else {}),
         "memory": f"{shown_bytes(found.total.bytes)} of weights{there}: {'fits' if here.fits else 'does not fit'}",
-        "at its peak": f"{shown_bytes(sum(here.account.values()))} with {counted_tokens(found.context):,} tokens: "
+        "at its peak": f"{shown_bytes(sum(here.account.values()))} with {tokens:,} tokens: "
         + ", ".join(f"{shown_bytes(size)} {what}" for what, size in here.account.items()),
         **({} if here.packed is None else {here.weights or "planes": _in_fewer(found, here.packed)}),
         **({} if here.unread is None else {"quantised": f"as its library loads it: no kernel reads {here.unread}"}),

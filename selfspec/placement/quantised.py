@@ -19,7 +19,7 @@ from selfspec.model.checkpoint import weight_files
 from selfspec.placement.stored import StoredTensor, StoredWeight, WeightFiles, stored_tensors
 
 About = Mapping[str, Any]
-"""What a configuration says of how weights are quantised."""
+"""A configuration's table of how weights are quantised."""
 
 Rest = dict[str, StoredTensor]
 """Tensors in the files that are no part of a quantised weight as far as is known, by name."""

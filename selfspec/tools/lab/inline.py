@@ -14,7 +14,7 @@ from selfspec.accept import Rule
 from selfspec.arguments import check_module, checked_path
 from selfspec.draft import Drafter
 from selfspec.errors import BenchError, PromptError, StudyError
-from selfspec.measure.prompts import read_given
+from selfspec.measure.prompts import check_reads_text, read_given
 from selfspec.measure.watch import Watch
 from selfspec.model.registry import check_causal, find_adapter
 from selfspec.tools.lab.ablation import work_on
@@ -75,10 +75,13 @@ def ablate(
         `attrs` have `doubts`, on figures that say less than they seem to, and `provenance`.
 
     Raises:
+        UnsupportedModelError: a model has an encoder.
         StudyError: naming what cannot be.
     """
     require_packages()
     models = _named_models(model)
+    for each in models.values():
+        check_reads_text(each)
     place = None if to is None else checked_path("to", to, StudyError)
     every = listed(drafts)
     given = Given.of(every, [accept])

@@ -80,7 +80,7 @@ def write_report(heading: str, rows: Sequence[Row], about: Mapping[str, Any], fo
 
 
 def provenances(rows: Sequence[Row]) -> list[Row]:
-    """Return what rows were measured with, once each, and the prompts of all that were measured so."""
+    """Return the models, versions and settings that rows were measured with, once each, with all prompts of each."""
     seeds = sorted({row["seed"] for row in rows if isinstance(row.get("seed"), int)})
     every: dict[str, Row] = {}
     prompts: dict[str, dict[str, None]] = {}

@@ -14,10 +14,11 @@ import torch
 
 import selfspec
 from helpers import tiny
+from helpers.encoder_decoders import encoder_decoder
 from helpers.shrunken import shrunken
 from helpers.studies import Guess, Notes, declared, stories_loader
 from selfspec.accept import TokenLevel
-from selfspec.errors import StudyError
+from selfspec.errors import StudyError, UnsupportedModelError
 from selfspec.measure import stock
 from selfspec.measure import teacher_forced as passes
 from selfspec.model.registry import find_adapter
@@ -350,6 +351,12 @@ def test_texts_are_whole_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama(vocab_size=260)
     selfspec.ablate(model, texts, tokenizer=tokenizer, **{**_QUICK, "drafts": "exit:1"})
     assert read == [tokenizer(text).input_ids for text in texts]
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    model = encoder_decoder("bart", torch.float32, vocab_size=256)
+    with pytest.raises(UnsupportedModelError, match="has an encoder"):
+        selfspec.ablate(model, torch.tensor([[5, 6, 7, 8]]), drafts=["exits"], max_new_tokens=8)
 
 
 def test_models_and_workloads_have_names() -> None:
